@@ -1,0 +1,89 @@
+"""How token losses become one number whose denominators belong to the global minibatch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.masking import row_tokens as count_row_tokens
+from megarl.algorithms.masking import select
+from megarl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Aggregation: TypeAlias = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What the means of one optimizer update divide by: counts over the whole minibatch, over all ranks.
+
+    Args:
+        num_tokens: valid tokens.
+        num_rows: rows with at least one valid token.
+    """
+
+    num_tokens: int
+    num_rows: int
+
+    def __add__(self, other: Denominators) -> Denominators:
+        return Denominators(self.num_tokens + other.num_tokens, self.num_rows + other.num_rows)
+
+
+def count(response_mask: Tensor) -> Denominators:
+    """Denominators of the rows at hand; add those of all ranks and microbatches before the first backward.
+
+    Shapes: response_mask [B, T] bool.
+    """
+    per_row = count_row_tokens(response_mask)
+    tokens, rows = torch.stack([per_row.sum(), (per_row > 0).sum()]).tolist()
+    return Denominators(tokens, rows)
+
+
+def aggregate(
+    token_loss: Tensor,
+    response_mask: Tensor,
+    mode: Aggregation,
+    *,
+    denominators: Denominators,
+    length: int | None = None,
+) -> Tensor:
+    """A microbatch's contribution to the loss: contributions of all microbatches and ranks add up to the global value.
+
+    token-mean: sum / num_tokens (DAPO, arXiv:2503.14476, eq. 8). token-sum: sum. seq-mean-token-sum: sum / num_rows.
+    seq-mean-token-sum-norm: sum / (num_rows * length), a constant length (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    seq-mean-token-mean: mean over rows of the row's own token mean (GRPO, arXiv:2402.03300, eq. 3).
+
+    A minibatch without valid tokens gives 0 with a graph, and a warning. Under data parallelism gradients of the
+    contributions must be summed over ranks, not averaged.
+
+    Shapes: token_loss [B, T] float, response_mask [B, T] bool; a row must be whole. Returns a scalar, at least float32.
+
+    Raises:
+        ConfigError: unknown mode, or seq-mean-token-sum-norm without a length.
+    """
+    if denominators.num_tokens == 0:
+        logger.warning("minibatch without a single valid token: its loss is 0")
+    tokens = max(denominators.num_tokens, 1)
+    rows = max(denominators.num_rows, 1)
+    loss = select(response_mask, token_loss)
+    if mode == "token-mean":
+        return loss.sum() / tokens
+    if mode == "token-sum":
+        return loss.sum()
+    if mode == "seq-mean-token-sum":
+        return loss.sum() / rows
+    if mode == "seq-mean-token-sum-norm":
+        if length is None:
+            raise ConfigError("seq-mean-token-sum-norm needs a constant length", fix="set aggregation_length")
+        return loss.sum() / (rows * length)
+    if mode == "seq-mean-token-mean":
+        per_row = count_row_tokens(response_mask).clamp(min=1)
+        return (loss.sum(-1) / per_row).sum() / rows
+    raise ConfigError(f"unknown loss aggregation {mode!r}")

@@ -1,0 +1,118 @@
+"""KL divergence from the reference policy: per-token estimators, the penalty in the reward, and its coefficient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.masking import LOG_RATIO_BOUND, attach, num_tokens, select, to_floats, widen
+from megarl.errors import CheckpointError, ConfigError
+from megarl.observability.metrics import Last, Mean, Metrics
+
+_K3_BOUND = 10.0
+# Names of the same estimators in verl and TRL.
+_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate of KL(current || reference) from tokens of the current policy, x = log_probs - ref_log_probs.
+
+    k1: x. abs: |x|. k2: x^2 / 2. k3: clamp(exp(-x) + x - 1, -10, 10) with -x clamped to +-20
+    (Schulman, joschu.net/blog/kl-approx.html). A ``+`` (``k1+``, ``abs+``, ``k3+``) keeps the value and takes the gradient
+    of k2, whose expectation is the gradient of the KL. Where a clamp acts, the gradient is 0.
+
+    Shapes: all [B, T], float and bool. Returns [B, T] at least float32, 0 off the mask, differentiable in log_probs only.
+
+    Raises:
+        ConfigError: unknown estimator.
+    """
+    base = estimator.removesuffix("+")
+    base = _ALIASES.get(base, base)
+    if base not in ("k1", "abs", "k2", "k3"):
+        raise ConfigError(f"unknown KL estimator {estimator!r}", fix="use k1, abs, k2 or k3, or one of them with a +")
+    with torch.no_grad():
+        x = select(response_mask, widen(log_probs) - widen(ref_log_probs))
+        value, slope = _value_and_slope(x, base)
+        if estimator.endswith("+"):
+            slope = x
+        elif base == "k1":
+            slope = response_mask.to(x.dtype)
+    return attach(log_probs, value, slope)
+
+
+def _value_and_slope(x: Tensor, base: str) -> tuple[Tensor, Tensor]:
+    if base == "k1":
+        return x, x
+    if base == "abs":
+        return x.abs(), x.sign()
+    if base == "k2":
+        return x.square().mul_(0.5), x
+    negative = (-x).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = negative.exp()
+    free = ratio - negative - 1
+    value = free.clamp(-_K3_BOUND, _K3_BOUND)
+    # 1 - exp(-x), and 0 where either clamp acts.
+    acts = (value != free) | (negative != -x)
+    return value, torch.where(acts, 0.0, 1 - ratio)
+
+
+def penalized_rewards(
+    token_level_scores: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    coef: float,
+    estimator: str,
+) -> tuple[Tensor, Metrics]:
+    """Token rewards with the KL subtracted, r = score - coef * kl (arXiv:1909.08593, eq. 2), and the KL measured.
+
+    ``log_probs`` are those of the policy that anchors this batch (old_log_probs). The mean KL per valid token is
+    metric ``actor/reward_kl_penalty``; give its value to ``KlController.update``.
+
+    Shapes: all [B, T]. Returns [B, T] at least float32, 0 off the mask.
+    """
+    with torch.no_grad():
+        kl = kl_penalty(log_probs.detach(), ref_log_probs, response_mask, estimator)
+        rewards = select(response_mask, token_level_scores) - coef * kl
+        sums = to_floats({"kl": kl.sum(), "tokens": num_tokens(response_mask)})
+    return rewards, {
+        "actor/reward_kl_penalty": Mean(sums["kl"], sums["tokens"]),
+        "actor/reward_kl_penalty_coeff": Last(coef),
+    }
+
+
+class KlController:
+    """Coefficient of the KL in the reward: fixed, or adapted to a target (arXiv:1909.08593, section 2.2).
+
+    Adaptive: value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon).
+    """
+
+    def __init__(self, coef: float, *, adaptive: bool, target: float, horizon: float) -> None:
+        self.value = coef
+        self._adaptive = adaptive
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Take one step's measured KL, in nats per token, over that many samples. A NaN (nothing measured) is ignored."""
+        if self._adaptive and kl == kl:
+            error = min(max(kl / self._target - 1, -0.2), 0.2)
+            self.value *= 1 + error * num_samples / self._horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint; a fixed coefficient stays as configured.
+
+        Raises:
+            CheckpointError: the state holds no value.
+        """
+        if "value" not in state:
+            raise CheckpointError("the state of the KL controller holds no value", where=f"keys {sorted(state)}")
+        if self._adaptive:
+            self.value = float(state["value"])

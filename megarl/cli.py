@@ -1,0 +1,164 @@
+"""The command line: load, call one function, print, exit with the error's code. The only module that prints.
+
+    megarl train PRESET [key=value ...] [--show]
+    megarl sft PRESET [key=value ...] [--show]
+    megarl presets
+    megarl explain [KEY]
+
+Exit codes: 0 done, 2 bad command line or configuration, 3-12 the class of the error (megarl/errors.py), 130
+interrupted, 1 anything unforeseen. Commands that need torch import it when they run: the others work without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import megarl
+from megarl.errors import ConfigError, MegarlError
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a foreseen failure is one message without a traceback."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if flags := [text for text in rest if text.startswith("-")]:
+        parser.error(f"unknown option {flags[0]}")
+    if rest and not hasattr(options, "overrides"):
+        parser.error(f"unexpected argument {rest[0]}")
+    if hasattr(options, "overrides"):
+        options.overrides = [*options.overrides, *rest]
+    run_dir: list[str] = []
+    try:
+        return int(options.command(options, run_dir))
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except MegarlError as error:
+        print(f"megarl: {type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; Python would complain while closing stdout
+        return 0
+    except Exception as error:  # the process entry point: the last line must name the cause
+        return _unforeseen(error, run_dir)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megarl", description=(megarl.__doc__ or "").partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command, text in (
+        ("train", _train, "reinforcement learning from a preset"),
+        ("sft", _sft, "supervised fine-tuning from a preset"),
+    ):
+        sub = commands.add_parser(
+            name, help=text, description=f"{text}; key=value overrides any key of `megarl explain`"
+        )
+        sub.add_argument("preset", metavar="PRESET", help="a name from `megarl presets`, or a path to a YAML file")
+        sub.add_argument(
+            "overrides", metavar="key=value", nargs="*", help="Hydra's grammar; ~key goes back to the default"
+        )
+        sub.add_argument("--show", action="store_true", help="print the configuration with origins and run nothing")
+        sub.set_defaults(command=command)
+    sub = commands.add_parser("explain", help="what a configuration key means, takes and who reads it")
+    sub.add_argument("key", metavar="KEY", nargs="?", help="such as actor.layout.tp; without it all keys are listed")
+    sub.set_defaults(command=_explain)
+    sub = commands.add_parser("presets", help="the presets and what each needs")
+    sub.set_defaults(command=_presets)
+    return parser
+
+
+def _train(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.config.load import load_train
+    from megarl.config.origin import resolved_yaml
+
+    loaded = load_train(options.preset, options.overrides)
+    if options.show:
+        print(resolved_yaml(loaded), end="")
+        return 0
+    run_dir.append(loaded.config.run.dir)
+    _check_model(loaded.config)
+
+    from megarl.controller.loop import train  # needs torch and ray
+
+    return train(loaded)
+
+
+def _sft(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.config.load import load_sft
+    from megarl.config.origin import resolved_yaml
+
+    loaded = load_sft(options.preset, options.overrides)
+    if options.show:
+        print(resolved_yaml(loaded), end="")
+        return 0
+    run_dir.append(loaded.config.run.dir)
+    _check_model(loaded.config)
+
+    from megarl.controller.sft import sft  # needs torch and ray
+
+    return sft(loaded)
+
+
+def _check_model(config: object) -> None:
+    """Refuse a layout that the model does not divide into before anything starts."""
+    from megarl.config.schema import SftConfig, TrainConfig
+    from megarl.planning.doctor import check_model
+
+    assert isinstance(config, TrainConfig | SftConfig)
+    if problems := check_model(config):
+        raise ConfigError(
+            "the model does not fit the configuration",
+            where=config.model.path,
+            fix="change the layout or the model",
+            violations=problems,
+        )
+
+
+def _explain(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.config.explain import all_keys, explain
+
+    print(explain(options.key) if options.key else all_keys())
+    return 0
+
+
+def _presets(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.config.load import presets
+
+    for preset in presets():
+        print(f"megarl {preset.command:<5} {preset.name:<14} {preset.description}")
+    return 0
+
+
+def _unforeseen(error: Exception, run_dir: Sequence[str]) -> int:
+    """Keep the traceback in the run directory (or show it where there is none) and name the cause last."""
+    text = "".join(traceback.format_exception(error))
+    kept = "above"
+    if run_dir:
+        path = Path(run_dir[0]) / "crash.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n{text}")
+            kept = str(path)
+        except OSError as unwritable:
+            logger.warning("cannot write %s: %s", path, unwritable)
+    if kept == "above":
+        print(text, file=sys.stderr, end="")
+    cause = (str(error).splitlines() or [""])[0]
+    print(f"megarl: {type(error).__name__}: {cause} (unforeseen; traceback: {kept})", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The configuration: a schema without torch, loading with origins, rules between keys, explanations."""

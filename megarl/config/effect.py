@@ -1,0 +1,92 @@
+"""Keys that were set and change nothing, because another key switches them off.
+
+"Nothing silent": a coefficient given with its penalty off is a mistake. But a preset's coefficient must not stand in
+the way of switching the penalty off on the command line. So a key is refused only if it was set by the same layer as
+its switch or a later one (`origin.py`, levels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.origin import Origins
+from megarl.config.rules import AnyConfig, Breach, lookup
+from megarl.config.schema import TrainConfig
+
+RULE = "key_has_effect"
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """``key`` has an effect only where ``works(value of switch)``; ``when`` says so in words."""
+
+    key: str
+    switch: str
+    works: Callable[[Any], bool]
+    when: str
+
+
+def _equals(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _schedule(role: str) -> tuple[Switch, ...]:
+    kind = f"{role}.optimizer.schedule.kind"
+    decays = _equals("linear", "cosine")
+    return (
+        Switch(f"{role}.optimizer.schedule.decay_steps", kind, decays, "kind linear or cosine"),
+        Switch(f"{role}.optimizer.schedule.min_lr", kind, decays, "kind linear or cosine"),
+        Switch(f"{role}.engine.offload", "cluster.device", _equals("cuda"), "device cuda"),
+    )
+
+
+_KL_ON = (_equals("loss", "reward"), "where loss or reward")
+_OWN_OR = "or your own estimator"
+
+
+def _estimator(*names: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda kind: kind in names or ":" in kind, f"kind {', '.join(names)} {_OWN_OR}"
+
+
+SWITCHES: tuple[Switch, ...] = (
+    *_schedule("actor"),
+    *_schedule("critic"),
+    Switch("algorithm.kl.coef", "algorithm.kl.where", *_KL_ON),
+    Switch("algorithm.kl.estimator", "algorithm.kl.where", *_KL_ON),
+    Switch("algorithm.kl.target", "algorithm.kl.adaptive", bool, "adaptive"),
+    Switch("algorithm.kl.horizon", "algorithm.kl.adaptive", bool, "adaptive"),
+    Switch(
+        "algorithm.policy_loss.aggregation_length",
+        "algorithm.policy_loss.aggregation",
+        _equals("seq-mean-token-sum-norm"),
+        "seq-mean-token-sum-norm",
+    ),
+    Switch("algorithm.advantage.lam", "algorithm.advantage.kind", *_estimator("gae")),
+    Switch("algorithm.advantage.bootstrap_truncated", "algorithm.advantage.kind", *_estimator("gae")),
+    Switch("algorithm.advantage.norm_by_std", "algorithm.advantage.kind", *_estimator("grpo", "grpo_passk", "gdpo")),
+    Switch("reward.path", "reward.kind", _equals("function"), "kind function"),
+    Switch("reward.pattern", "reward.kind", lambda kind: kind != "function", "another kind than function"),
+    Switch("rollout.gpu_memory_utilization", "cluster.device", _equals("cuda"), "device cuda"),
+    Switch("rollout.kv_cache_gib", "cluster.device", _equals("cpu"), "device cpu"),
+    Switch("rollout.threads_per_rank", "cluster.device", _equals("cpu"), "device cpu"),
+)
+
+
+def keys_without_effect(config: AnyConfig, origins: Origins) -> Iterator[Breach]:
+    """Breaches of "every key that is set has an effect"."""
+    for entry in SWITCHES:
+        if not _present(config, entry.key):
+            continue
+        level = origins.of(entry.key).level
+        inert = lookup(config, entry.key) in (None, False)
+        if level == 0 or inert or level < origins.of(entry.switch).level:
+            continue
+        if not entry.works(lookup(config, entry.switch)):
+            yield Breach((entry.key, entry.switch), f"{entry.when} (the key has no effect otherwise)", RULE)
+
+
+def _present(config: AnyConfig, key: str) -> bool:
+    section = key.partition(".")[0]
+    return section == "actor" or (isinstance(config, TrainConfig) and lookup(config, section) is not None)

@@ -1,0 +1,381 @@
+"""Rules between keys: each a function with a name, all of them evaluated, every breach reported.
+
+A rule gets the validated configuration and yields a ``Breach`` for each way it is broken: the keys involved and what
+was expected of them. Values and origins are looked up by key, so a message cannot disagree with the configuration.
+What needs the model's own numbers (heads, layers) is ``planning/doctor.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.origin import Origins
+from megarl.config.schema import SftConfig, TrainConfig
+from megarl.config.schema.data import FileSource, GymSource
+from megarl.config.schema.roles import ActorConfig, CriticConfig
+
+AnyConfig = TrainConfig | SftConfig
+
+VALUE_ESTIMATORS = frozenset({"gae"})
+"""Registered estimators that need a critic."""
+GROUP_ESTIMATORS = frozenset(
+    {
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "grpo_passk",
+        "gdpo",
+        "optimal_token_baseline",
+    }
+)
+"""Registered estimators whose baseline is the response's group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """One broken rule."""
+
+    keys: tuple[str, ...]
+    expected: str
+    rule: str = ""
+
+    def line(self, config: AnyConfig, origins: Origins) -> str:
+        """``keys: expected ..., found key=value (origin), ... [rule name]``."""
+        found = ", ".join(f"{key}={_show(lookup(config, key))} ({origins.near(key)})" for key in self.keys)
+        return f"{self.keys[0]}: expected {self.expected}, found {found} [rule {self.rule}]"
+
+
+def lookup(config: Any, key: str) -> Any:
+    """Value at a key of a configuration; a key below an absent section has no value."""
+    for part in key.split("."):
+        if isinstance(config, list):
+            config = config[int(part)]
+        else:
+            config = getattr(config, part, None)
+    return config
+
+
+def _show(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    return f"{len(value)} items" if isinstance(value, list) else "a section"
+
+
+def check_rules(config: AnyConfig) -> Iterator[Breach]:
+    """All breaches of all rules that apply to this kind of configuration."""
+    if isinstance(config, TrainConfig):
+        for train_rule in TRAIN_RULES:
+            yield from _named(train_rule.__name__, train_rule(config))
+    else:
+        for sft_rule in SFT_RULES:
+            yield from _named(sft_rule.__name__, sft_rule(config))
+    for rule in COMMON_RULES:
+        yield from _named(rule.__name__, rule(config))
+
+
+def _named(name: str, breaches: Iterator[Breach]) -> Iterator[Breach]:
+    return (Breach(breach.keys, breach.expected, name) for breach in breaches)
+
+
+def _trained(config: AnyConfig) -> Iterator[tuple[str, ActorConfig | CriticConfig]]:
+    yield "actor", config.actor
+    if isinstance(config, TrainConfig) and config.critic is not None:
+        yield "critic", config.critic
+
+
+# Rules of every run
+
+
+def sequence_parallel_needs_tp(config: AnyConfig) -> Iterator[Breach]:
+    """Sequence parallelism splits over tensor-parallel ranks; with one there is nothing to split."""
+    for role, part in _trained(config):
+        if part.layout.sequence_parallel and part.layout.tp == 1:
+            yield Breach((f"{role}.layout.sequence_parallel", f"{role}.layout.tp"), "tp > 1 with sequence_parallel")
+
+
+def uneven_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
+    """Layers of a first or last stage mean something with two stages or more."""
+    for role, part in _trained(config):
+        for name in ("num_layers_in_first_stage", "num_layers_in_last_stage"):
+            if getattr(part.layout, name) is not None and part.layout.pp == 1:
+                yield Breach((f"{role}.layout.{name}", f"{role}.layout.pp"), "pp > 1 with uneven stages")
+
+
+def decay_has_an_end(config: AnyConfig) -> Iterator[Breach]:
+    """A linear or cosine decay ends at decay_steps, after the warm-up, at a rate not above the peak."""
+    for role, part in _trained(config):
+        schedule, prefix = part.optimizer.schedule, f"{role}.optimizer.schedule"
+        if schedule.kind == "constant":
+            continue
+        if schedule.decay_steps is None or schedule.decay_steps <= schedule.warmup_steps:
+            keys = (f"{prefix}.decay_steps", f"{prefix}.kind", f"{prefix}.warmup_steps")
+            yield Breach(keys, f"decay_steps > warmup_steps for a {schedule.kind} schedule")
+        if schedule.min_lr > part.optimizer.lr:
+            yield Breach((f"{prefix}.min_lr", f"{role}.optimizer.lr"), "min_lr <= lr")
+
+
+def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
+    """The cap of a microbatch is never exceeded, so the longest sequence must fit into it."""
+    longest, lengths = _longest(config)
+    for role, part in _trained(config):
+        for name in ("microbatch_tokens", "inference_microbatch_tokens"):
+            cap = getattr(part.engine, name)
+            if cap is not None and cap < longest:
+                yield Breach((f"{role}.engine.{name}", *lengths), f"at least {longest}, the longest sequence")
+
+
+def _longest(config: AnyConfig) -> tuple[int, tuple[str, ...]]:
+    if isinstance(config, SftConfig):
+        return config.data.max_tokens, ("data.max_tokens",)
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
+    return longest, ("data.max_prompt_tokens", "rollout.sampling.max_tokens")
+
+
+def device_has_its_gpus(config: AnyConfig) -> Iterator[Breach]:
+    """A run on CPU uses no GPU; a run on CUDA needs one at least."""
+    if (config.cluster.device == "cpu") != (config.cluster.gpus_per_node == 0):
+        expected = "gpus_per_node = 0 on device cpu and >= 1 on cuda"
+        yield Breach(("cluster.gpus_per_node", "cluster.device"), expected)
+
+
+def roles_fit_the_cluster(config: AnyConfig) -> Iterator[Breach]:
+    """Colocated roles take turns on the same GPUs; split, rollout engines stand beside the training roles."""
+    cluster = config.cluster
+    if cluster.device == "cpu" or cluster.gpus_per_node == 0:
+        return
+    sizes = {f"{role}.layout": part.layout.world_size for role, part in _trained(config)}
+    train = max(sizes.values())
+    engines = config.rollout.replicas * config.rollout.tp if isinstance(config, TrainConfig) else 0
+    needed = max(train, engines) if cluster.placement == "colocated" else train + engines
+    available = cluster.num_nodes * cluster.gpus_per_node
+    if needed > available:
+        keys = ["cluster.num_nodes", "cluster.gpus_per_node"]
+        keys += [f"{layout}.{axis}" for layout in sizes for axis in ("tp", "pp", "dp")]
+        keys += ["rollout.replicas", "rollout.tp"] if engines else []
+        described = ", ".join(f"{layout.removesuffix('.layout')} {size}" for layout, size in sizes.items())
+        described += f", rollout {engines}" if engines else ""
+        yield Breach(tuple(keys), f"at least {needed} GPUs ({cluster.placement}: {described}) and not {available}")
+
+
+def held_out_is_held_out(config: AnyConfig) -> Iterator[Breach]:
+    """A validation source that repeats a training source measures memory."""
+    for v, held_out in enumerate(config.data.validation):
+        for t, source in enumerate(config.data.train):
+            if isinstance(held_out, FileSource) and isinstance(source, FileSource) and held_out.path == source.path:
+                yield Breach((f"data.validation.{v}.path", f"data.train.{t}.path"), "another file than in training")
+            if isinstance(held_out, GymSource) and isinstance(source, GymSource) and _same_prompts(held_out, source):
+                keys = (f"data.validation.{v}.seed", f"data.train.{t}.seed")
+                yield Breach(keys, f"another seed than in training for {held_out.task}")
+
+
+def _same_prompts(one: GymSource, other: GymSource) -> bool:
+    return (one.task, one.seed, one.options) == (other.task, other.seed, other.options)
+
+
+# Rules of RL training
+
+
+def group_estimator_needs_group(config: TrainConfig) -> Iterator[Breach]:
+    """A group-relative baseline does not exist for a group of one."""
+    if config.algorithm.advantage.kind in GROUP_ESTIMATORS and config.rollout.samples_per_prompt == 1:
+        keys = ("rollout.samples_per_prompt", "algorithm.advantage.kind")
+        yield Breach(keys, f"samples_per_prompt >= 2 for {config.algorithm.advantage.kind}")
+
+
+def critic_matches_estimator(config: TrainConfig) -> Iterator[Breach]:
+    """A critic is trained exactly where the estimator reads its values; your own estimator decides for itself."""
+    kind = config.algorithm.advantage.kind
+    if kind in VALUE_ESTIMATORS and config.critic is None:
+        yield Breach(("critic", "algorithm.advantage.kind"), f"a critic section for {kind}")
+    if kind not in VALUE_ESTIMATORS and ":" not in kind and config.critic is not None:
+        yield Breach(("critic", "algorithm.advantage.kind"), f"no critic for {kind} (remove it with ~critic)")
+
+
+def minibatch_divides_batch(config: TrainConfig) -> Iterator[Breach]:
+    """Every update of a step sees as many responses as the others."""
+    batch = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    for key, size in _minibatches(config):
+        if size is not None and batch % size:
+            keys = (key, "data.prompts_per_step", "rollout.samples_per_prompt")
+            yield Breach(keys, f"a divisor of the {batch} responses of a step")
+
+
+def minibatch_feeds_every_rank(config: TrainConfig) -> Iterator[Breach]:
+    """Every data-parallel rank gets a response in every update."""
+    batch = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    sizes = dict(_minibatches(config))
+    for role, part in _trained(config):
+        key = "critic.minibatch_size" if role == "critic" else "algorithm.minibatch_size"
+        size = sizes.get(key)
+        if size is None and role == "critic":
+            key, size = "algorithm.minibatch_size", sizes["algorithm.minibatch_size"]
+        if (batch if size is None else size) < part.layout.dp:
+            keys = (key, f"{role}.layout.dp", "data.prompts_per_step", "rollout.samples_per_prompt")
+            yield Breach(keys, "at least as many responses per update as data-parallel ranks")
+
+
+def _minibatches(config: TrainConfig) -> Iterator[tuple[str, int | None]]:
+    yield "algorithm.minibatch_size", config.algorithm.minibatch_size
+    if config.critic is not None:
+        yield "critic.minibatch_size", config.critic.minibatch_size
+
+
+def kl_has_weight(config: TrainConfig) -> Iterator[Breach]:
+    """A reference policy that is computed and then weighted with 0 costs a forward pass for nothing."""
+    kl = config.algorithm.kl
+    if kl.where != "none" and kl.coef == 0:
+        yield Breach(("algorithm.kl.coef", "algorithm.kl.where"), "coef > 0, or where=none")
+
+
+def adaptive_kl_is_in_reward(config: TrainConfig) -> Iterator[Breach]:
+    """The adaptive controller steers a KL that was subtracted from the reward."""
+    if config.algorithm.kl.adaptive and config.algorithm.kl.where != "reward":
+        yield Breach(("algorithm.kl.adaptive", "algorithm.kl.where"), "where=reward with adaptive")
+
+
+def reward_kl_has_no_gradient(config: TrainConfig) -> Iterator[Breach]:
+    """The ``+`` estimators change only the gradient, and a reward has none."""
+    kl = config.algorithm.kl
+    if kl.where == "reward" and kl.estimator.endswith("+"):
+        yield Breach(("algorithm.kl.estimator", "algorithm.kl.where"), f"{kl.estimator.rstrip('+')} in the reward")
+
+
+def bypass_needs_full_softmax(config: TrainConfig) -> Iterator[Breach]:
+    """Under top-p, top-k or min-p the engine's log-probs are of another distribution than the trainer's."""
+    sampling = config.rollout.sampling
+    if config.algorithm.old_log_probs != "bypass":
+        return
+    for name, neutral in (("top_p", (1.0,)), ("top_k", (-1, 0)), ("min_p", (0.0,))):
+        if getattr(sampling, name) not in neutral:
+            keys = (f"rollout.sampling.{name}", "algorithm.old_log_probs")
+            yield Breach(keys, f"{name}={neutral[0]} with bypass, or old_log_probs=decoupled")
+
+
+def norm_needs_length(config: TrainConfig) -> Iterator[Breach]:
+    """seq-mean-token-sum-norm divides by a constant length."""
+    loss = config.algorithm.policy_loss
+    if loss.aggregation == "seq-mean-token-sum-norm" and loss.aggregation_length is None:
+        prefix = "algorithm.policy_loss"
+        keys = (f"{prefix}.aggregation_length", f"{prefix}.aggregation")
+        yield Breach(keys, "a length for seq-mean-token-sum-norm")
+
+
+def training_samples(config: TrainConfig) -> Iterator[Breach]:
+    """Greedy responses have no log-prob to train on and are the same for a whole group."""
+    if config.rollout.sampling.temperature == 0:
+        yield Breach(("rollout.sampling.temperature",), "> 0 in training (validation.temperature=0 is greedy)")
+
+
+def model_len_holds_longest_sequence(config: TrainConfig) -> Iterator[Breach]:
+    """An engine must be able to finish the longest response to the longest prompt."""
+    longest, keys = _longest(config)
+    if config.rollout.max_model_len is not None and config.rollout.max_model_len < longest:
+        yield Breach(("rollout.max_model_len", *keys), f"at least {longest}")
+
+
+def engine_fits_a_node(config: TrainConfig) -> Iterator[Breach]:
+    """Tensor-parallel ranks of an engine stay inside one node."""
+    cluster, rollout = config.cluster, config.rollout
+    if cluster.device == "cpu" or cluster.gpus_per_node == 0:
+        return
+    first = 0
+    if cluster.placement == "split":
+        train = max(part.layout.world_size for _, part in _trained(config))
+        first = -(-train // rollout.tp) * rollout.tp
+    starts = range(first, first + rollout.replicas * rollout.tp, rollout.tp)
+    if any(s // cluster.gpus_per_node != (s + rollout.tp - 1) // cluster.gpus_per_node for s in starts):
+        keys = ("rollout.tp", "rollout.replicas", "cluster.gpus_per_node")
+        yield Breach(keys, "engines that do not straddle nodes (rollout.tp dividing gpus_per_node)")
+
+
+def validation_needs_data(config: TrainConfig) -> Iterator[Breach]:
+    """Validation runs on held-out prompts only."""
+    when = config.validation
+    on = [f"validation.{n}" for n in ("at_start", "at_end", "every_steps") if getattr(when, n)]
+    if on and not config.data.validation:
+        yield Breach(("data.validation", *on), "held-out sources, or validation switched off")
+
+
+def reward_is_complete(config: TrainConfig) -> Iterator[Breach]:
+    """Each kind of reward has what it needs, and a pattern compiles."""
+    reward = config.reward
+    if reward.kind == "function" and (reward.path is None or ":" not in reward.path):
+        yield Breach(("reward.path", "reward.kind"), "package.module:function or path/to/file.py:function")
+    if reward.kind == "regex" and reward.pattern is None:
+        yield Breach(("reward.pattern", "reward.kind"), "a pattern for kind regex")
+    if reward.pattern is not None:
+        try:
+            re.compile(reward.pattern)
+        except re.error as error:
+            yield Breach(("reward.pattern",), f"a regular expression that compiles ({error})")
+
+
+def reward_finds_its_answer(config: TrainConfig) -> Iterator[Breach]:
+    """reasoning_gym scores its own tasks; math_verify compares with an answer."""
+    for part in ("train", "validation"):
+        for index, source in enumerate(getattr(config.data, part)):
+            key = f"data.{part}.{index}"
+            if not isinstance(source, FileSource):
+                continue
+            if config.reward.kind == "reasoning_gym":
+                yield Breach(("reward.kind", f"{key}.kind"), "reasoning_gym sources only, or another reward for files")
+            if config.reward.kind == "math_verify" and source.answer_column is None:
+                yield Breach((f"{key}.answer_column", "reward.kind"), "the column with the answer for math_verify")
+
+
+def warmup_ends(config: TrainConfig) -> Iterator[Breach]:
+    """A critic warm-up as long as the run would never train the actor."""
+    if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
+        yield Breach(("critic.warmup_steps", "run.steps"), "fewer warm-up steps than steps")
+
+
+# Rules of supervised fine-tuning
+
+
+def sequences_feed_every_rank(config: SftConfig) -> Iterator[Breach]:
+    """Every data-parallel rank gets a sequence in every update."""
+    if config.data.sequences_per_step < config.actor.layout.dp:
+        yield Breach(("data.sequences_per_step", "actor.layout.dp"), "at least one sequence per data-parallel rank")
+
+
+def evaluation_needs_data(config: SftConfig) -> Iterator[Breach]:
+    """The evaluation loss needs held-out sequences."""
+    if config.eval_every_steps is not None and not config.data.validation:
+        yield Breach(("data.validation", "eval_every_steps"), "held-out sources with eval_every_steps")
+
+
+COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
+    sequence_parallel_needs_tp,
+    uneven_stages_need_pipeline,
+    decay_has_an_end,
+    microbatch_holds_longest_sequence,
+    device_has_its_gpus,
+    roles_fit_the_cluster,
+    held_out_is_held_out,
+)
+TRAIN_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
+    group_estimator_needs_group,
+    critic_matches_estimator,
+    minibatch_divides_batch,
+    minibatch_feeds_every_rank,
+    kl_has_weight,
+    adaptive_kl_is_in_reward,
+    reward_kl_has_no_gradient,
+    bypass_needs_full_softmax,
+    norm_needs_length,
+    training_samples,
+    model_len_holds_longest_sequence,
+    engine_fits_a_node,
+    validation_needs_data,
+    reward_is_complete,
+    reward_finds_its_answer,
+    warmup_ends,
+)
+SFT_RULES: tuple[Callable[[SftConfig], Iterator[Breach]], ...] = (sequences_feed_every_rank, evaluation_needs_data)

@@ -1,0 +1,28 @@
+"""Degrees of parallelism of one role and where its processes run."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megarl.config.schema.base import StrictModel
+
+
+class LayoutConfig(StrictModel):
+    """Megatron's parallel degrees of one role; ``tp * pp * dp`` processes."""
+
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel size."""
+    pp: int = Field(1, ge=1)
+    """Pipeline-parallel size (1F1B)."""
+    dp: int = Field(1, ge=1)
+    """Data-parallel size."""
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel regions along the sequence; needs tp > 1."""
+    num_layers_in_first_stage: int | None = Field(None, ge=1)
+    """Layers of the first pipeline stage where stages are uneven; None divides evenly."""
+    num_layers_in_last_stage: int | None = Field(None, ge=1)
+    """Layers of the last pipeline stage where stages are uneven; None divides evenly."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp

@@ -1,0 +1,107 @@
+"""From scores to advantages on the driver: the part of a step that needs whole groups and is cheap.
+
+Each function takes the batch and returns it with further columns, and metrics. Tensors are padded [B, T] while the
+algorithms work on them; ``megarl.algorithms`` has the formulas.
+
+Invariants:
+1. The response's score lies on its last token; an empty response has none.
+2. What is off ``response_mask`` is absent from every statistic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import estimator
+from megarl.algorithms.kl import KlController, kl_penalty
+from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.data.batch import Batch, Ragged
+from megarl.observability.metrics import Last, Max, Mean, Metrics, Min
+
+
+def padded(batch: Batch, name: str, fill: float = 0.0) -> Tensor:
+    """A response column as [B, T] float32."""
+    return batch.ragged(name).padded(fill=fill)
+
+
+def response_mask(batch: Batch) -> Tensor:
+    """[B, T] bool."""
+    return batch.ragged("response_mask").padded(fill=False)
+
+
+def to_column(values: Tensor, batch: Batch) -> Ragged:
+    """A padded [B, T] result as a response column."""
+    return Ragged.from_padded(values.to(torch.float32), batch.response_lengths)
+
+
+def token_rewards(batch: Batch, algorithm: AlgorithmConfig, kl: KlController) -> tuple[Batch, Metrics]:
+    """Scores on the last token, less the KL penalty where it is part of the reward."""
+    mask = response_mask(batch)
+    scores = torch.zeros(mask.shape, dtype=torch.float32)
+    last_B = mask.shape[1] - 1 - mask.flip(1).int().argmax(1) if mask.shape[1] else torch.zeros(len(batch)).long()
+    has_tokens = mask.any(1)
+    rows = torch.arange(len(batch))[has_tokens]
+    scores[rows, last_B[has_tokens]] = batch.tensor("scores")[has_tokens]
+    rewards, metrics = scores, score_metrics(batch)
+    if algorithm.kl.where == "reward":
+        penalty = kl_penalty(padded(batch, "old_log_probs"), padded(batch, "ref_log_probs"), mask, algorithm.kl.estimator)
+        rewards = scores - kl.coef * penalty
+        mean_kl = Mean(float(penalty.sum()), int(mask.sum()))
+        metrics["reward/kl"] = mean_kl
+        metrics["reward/kl_coef"] = Last(kl.coef)
+        if mean_kl.count:
+            kl.update(mean_kl.value(), len(batch))
+    return (
+        batch.add(token_level_scores=to_column(scores, batch), token_level_rewards=to_column(rewards, batch)),
+        metrics,
+    )
+
+
+def advantages(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, Metrics]:
+    """Advantages, and returns where the estimator has a critic."""
+    settings = algorithm.advantage
+    result = estimator(settings.kind)(
+        padded(batch, "token_level_rewards"),
+        response_mask(batch),
+        batch.tensor("group_id"),
+        values=padded(batch, "values") if "values" in batch else None,
+        truncated=torch.tensor([reason != "stop" for reason in batch["finish_reason"]]),
+        gamma=settings.gamma,
+        lam=settings.lam,
+        norm_by_std=settings.norm_by_std,
+        bootstrap_truncated=settings.bootstrap_truncated,
+        **settings.options,
+    )
+    batch = batch.add(advantages=to_column(result.advantages, batch))
+    if result.returns is not None:
+        batch = batch.add(returns=to_column(result.returns, batch))
+    return batch, result.metrics
+
+
+def score_metrics(batch: Batch) -> Metrics:
+    """Scores, lengths and ends of the responses, under the names verl's users know."""
+    scores, lengths = batch.tensor("scores").double(), batch.response_lengths
+    count = len(batch)
+    return {
+        "critic/score/mean": Mean(float(scores.sum()), count),
+        "critic/score/max": Max(float(scores.max())),
+        "critic/score/min": Min(float(scores.min())),
+        "response_length/mean": Mean(int(lengths.sum()), count),
+        "response_length/max": Max(int(lengths.max())),
+        "response_length/min": Min(int(lengths.min())),
+        "response_length/clip_ratio": Mean(sum(reason == "length" for reason in batch["finish_reason"]), count),
+        "prompt_length/mean": Mean(int(batch.prompt_lengths.sum()), count),
+        "prompt_length/max": Max(int(batch.prompt_lengths.max())),
+    }
+
+
+def mismatch_metrics(batch: Batch) -> Metrics:
+    """How far the trainer's log-probs are from those of the engine that sampled, on the same weights."""
+    mask = response_mask(batch)
+    difference = torch.where(mask, padded(batch, "rollout_log_probs") - padded(batch, "old_log_probs"), 0.0).double()
+    count = int(mask.sum())
+    return {
+        "training/rollout_log_probs_diff/mean": Mean(float(difference.abs().sum()), count),
+        "training/rollout_log_probs_diff/max": Max(float(difference.abs().max()) if count else 0.0),
+    }

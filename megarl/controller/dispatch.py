@@ -1,0 +1,301 @@
+"""One call on a group of workers: how arguments are split, whose results count, and how a failure becomes one verdict.
+
+Invariants:
+1. A worker method that a group may call declares its split and its collection; calling any other is an error.
+2. Rows come back in the order they went in, whatever rank computed them.
+3. Which rows form a minibatch does not depend on the number of data-parallel ranks.
+4. A call on a group ends: with results, or with a ``WorkerError`` or the worker's own ``MegarlError`` naming the first cause,
+   also when the process that fails is not one of those called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import ray
+import torch
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+
+from megarl.data.balance import balance
+from megarl.data.batch import Batch, Ragged
+from megarl.errors import MegarlError, WorkerError
+from megarl.observability.metrics import merge
+from megarl.observability.trace import current_phase
+from megarl.parallel.grid import ParallelLayout
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Split(Enum):
+    """How a call's arguments reach the ranks."""
+
+    BROADCAST = "broadcast"  # every rank gets all arguments
+    ROWS = "rows"  # the first argument is a Batch: one part per data-parallel rank, balanced by tokens
+    MINIBATCHES = "minibatches"  # (Batch, minibatches): parts hold their rows and their share of every minibatch
+    PER_RANK = "per_rank"  # every positional argument is a list with one item per rank
+
+
+class Collect(Enum):
+    """Which ranks' results make up the call's result."""
+
+    ALL = "all"  # the list of every rank's result
+    FIRST = "first"  # rank 0's
+    COLUMNS = "columns"  # dict of Ragged columns from (last stage, tp 0) of each data-parallel rank, rows in order
+    METRICS = "metrics"  # metrics of (last stage, tp 0, dp 0); the engine has reduced them over the grid
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    split: Split
+    collect: Collect
+
+
+def dispatch(*, split: Split = Split.BROADCAST, collect: Collect = Collect.ALL) -> Callable[[F], F]:
+    """Declare how a worker method is called on a group."""
+
+    def declare(method: F) -> F:
+        method.__dispatch__ = Dispatch(split, collect)  # type: ignore[attr-defined]
+        return method
+
+    return declare
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker process: who it is and how to reach it."""
+
+    role: str
+    rank: int
+    handle: Any
+    sentinel: Any  # ref of a call that ends only when the process does
+
+
+class Watch:
+    """Waits for remote calls while watching every process of the run, so that a death anywhere ends the wait."""
+
+    # A dead rank makes its peers' collectives fail as well, at about the same time; the death is the cause. Ray reports
+    # a death some hundred milliseconds after the peers notice the closed connection.
+    grace_s = 3.0
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+
+    def add(self, members: Sequence[Member]) -> None:
+        self.members.extend(members)
+
+    def get(self, calls: Mapping[Any, Member], timeout_s: float | None = None) -> list[Any]:
+        """Results of ``{ref: member}`` in order.
+
+        Raises:
+            MegarlError: what a worker raised on purpose.
+            WorkerError: a process died or raised something unforeseen, or the time-out passed.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        pending = list(calls)
+        sentinels = {member.sentinel: member for member in self.members}
+        while pending:
+            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait([*pending, *sentinels], num_returns=1, timeout=wait_s)
+            if not ready:
+                late = sorted({f"{calls[ref].role} rank {calls[ref].rank}" for ref in pending})
+                first = calls[pending[0]]
+                raise WorkerError(
+                    role=first.role,
+                    rank=first.rank,
+                    phase=current_phase(),
+                    cause=f"no answer within {timeout_s:.0f} s from {', '.join(late)}",
+                    fix="look into the logs of these ranks; raise the time-out if the phase is only slow",
+                )
+            ref = ready[0]
+            try:
+                ray.get(ref)
+            except (RayActorError, RayTaskError, ActorUnavailableError) as error:
+                raise self._verdict(calls, sentinels, (ref, error)) from error
+            if ref in calls:
+                pending.remove(ref)
+            else:  # a sentinel that returns without an error means that the process was told to stop
+                sentinels.pop(ref)
+        return [ray.get(ref) for ref in calls]
+
+    def _verdict(
+        self, calls: Mapping[Any, Member], sentinels: Mapping[Any, Member], first: tuple[Any, Exception]
+    ) -> MegarlError:
+        members = {**sentinels, **calls}
+        failures = [(members[first[0]], first[1])]
+        time.sleep(self.grace_s if not _is_death(first[1]) else 0.0)
+        ready, _ = ray.wait(list(members), num_returns=len(members), timeout=0)
+        for ref in ready:
+            if ref is not first[0]:
+                try:
+                    ray.get(ref, timeout=0)
+                except GetTimeoutError:
+                    continue
+                except (RayActorError, RayTaskError, ActorUnavailableError) as error:
+                    failures.append((members[ref], error))
+        deaths = [(member, error) for member, error in failures if _is_death(error)]
+        own = [unwrap(error) for _, error in failures if isinstance(unwrap(error), MegarlError)]
+        if deaths:
+            member, error = deaths[0]
+            return WorkerError(
+                role=member.role,
+                rank=member.rank,
+                phase=current_phase(),
+                cause=f"the process died ({_death_reason(error)})",
+                fix="see its log in the run directory; a kill by signal 9 often means that the host ran out of memory",
+            )
+        if own:
+            return own[0]
+        member, error = failures[0]
+        cause = unwrap(error)
+        text = str(cause).strip().splitlines()
+        return WorkerError(
+            role=member.role,
+            rank=member.rank,
+            phase=current_phase(),
+            cause=f"{type(cause).__name__}: {text[0] if text else 'no message'}",
+            fix="the traceback is in the rank's log in the run directory",
+        )
+
+
+def _is_death(error: BaseException) -> bool:
+    return isinstance(error, ActorDiedError | RayActorError) and not isinstance(error, RayTaskError)
+
+
+def _death_reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in lines:
+        if "exit" in line.lower() or "killed" in line.lower() or "sigkill" in line.lower():
+            return line.rstrip(".")
+    return lines[0] if lines else type(error).__name__
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The exception a remote call raised, without Ray's wrapping."""
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, BaseException) else error
+    return error
+
+
+class WorkerGroup:
+    """The processes of one role, called as one.
+
+    ``group.method(...)`` calls ``method`` of the worker class on every rank, as the method's ``dispatch`` declares.
+    """
+
+    def __init__(self, worker_class: type, members: Sequence[Member], layout: ParallelLayout, watch: Watch) -> None:
+        self._worker_class = worker_class
+        self.members = list(members)
+        self.layout = layout
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._worker_class, name, None)
+        declared = getattr(method, "__dispatch__", None)
+        if declared is None:
+            raise AttributeError(f"{self._worker_class.__name__}.{name} is not declared with @dispatch")
+
+        def call(*args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+            return self._call(name, declared, args, kwargs, timeout_s)
+
+        return call
+
+    def _call(
+        self, name: str, declared: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
+    ) -> Any:
+        per_rank, order = self._split(declared.split, args)
+        calls = {
+            getattr(member.handle, name).remote(*per_rank[member.rank], **kwargs): member for member in self.members
+        }
+        results = self._watch.get(calls, timeout_s)
+        return self._collect(declared.collect, results, order)
+
+    def _split(self, split: Split, args: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[list[int]]]:
+        world_size, dp = self.layout.world_size, self.layout.dp
+        if split is Split.BROADCAST:
+            shared = tuple(ray.put(arg) if isinstance(arg, Batch) else arg for arg in args)
+            return [shared] * world_size, []
+        if split is Split.PER_RANK:
+            return [tuple(arg[rank] for arg in args) for rank in range(world_size)], []
+        batch = args[0]
+        if split is Split.ROWS:
+            parts = balance(batch.sequence_lengths.tolist(), dp, equal_counts=False)
+            shares: list[tuple[Any, ...]] = [args[1:]] * dp
+        else:
+            parts, local = split_minibatches(batch.sequence_lengths.tolist(), args[1], dp)
+            shares = [(local[d], *args[2:]) for d in range(dp)]
+        # One object per data-parallel rank; its tensor and pipeline ranks read the same one.
+        refs = [ray.put(batch.select(part)) for part in parts]
+        per_rank = []
+        for rank in range(world_size):
+            d = self.layout.coordinate(rank).dp
+            per_rank.append((refs[d], *shares[d]))
+        return per_rank, parts
+
+    def _collect(self, collect: Collect, results: list[Any], order: list[list[int]]) -> Any:
+        if collect is Collect.ALL:
+            return results
+        if collect is Collect.FIRST:
+            return results[0]
+        last = self.layout.pp - 1
+        speakers = [
+            rank
+            for rank in range(self.layout.world_size)
+            if (at := self.layout.coordinate(rank)).pp == last and at.tp == 0 and at.cp == 0
+        ]
+        if collect is Collect.METRICS:
+            return merge([results[speakers[0]]])
+        rows = [row for part in order for row in part]
+        back = torch.empty(len(rows), dtype=torch.int64)
+        back[torch.tensor(rows, dtype=torch.int64)] = torch.arange(len(rows))
+        return {
+            name: Ragged.concat([results[rank][name] for rank in speakers]).select(back) for name in results[speakers[0]]
+        }
+
+
+def split_minibatches(
+    lengths: Sequence[int], minibatches: Sequence[Sequence[int]], dp: int
+) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Share every minibatch among data-parallel ranks.
+
+    Args:
+        lengths: tokens of each row.
+        minibatches: rows of each optimizer update; a row may be in several (one per epoch).
+        dp: number of data-parallel ranks.
+
+    Returns:
+        The rows each rank needs, and for each rank its minibatches as indices into those rows.
+    """
+    rows: list[list[int]] = [[] for _ in range(dp)]
+    place: list[dict[int, int]] = [{} for _ in range(dp)]
+    local: list[list[list[int]]] = [[] for _ in range(dp)]
+    for minibatch in minibatches:
+        parts = balance([lengths[row] for row in minibatch], dp, equal_counts=False)
+        for d, part in enumerate(parts):
+            share = []
+            for row in (minibatch[index] for index in part):
+                if row not in place[d]:
+                    place[d][row] = len(rows[d])
+                    rows[d].append(row)
+                share.append(place[d][row])
+            local[d].append(share)
+    return rows, local
+
+
+def make_minibatches(
+    num_rows: int, minibatch_size: int | None, *, epochs: int, shuffle: bool, seed: int
+) -> list[list[int]]:
+    """Rows of every optimizer update of one step, in order; the same for any layout.
+
+    A last minibatch smaller than ``minibatch_size`` is kept: no row is left out.
+    """
+    size = num_rows if minibatch_size is None else min(minibatch_size, num_rows)
+    generator = torch.Generator().manual_seed(seed)
+    minibatches = []
+    for _ in range(epochs):
+        order = torch.randperm(num_rows, generator=generator).tolist() if shuffle else list(range(num_rows))
+        minibatches += [order[start : start + size] for start in range(0, num_rows, size)]
+    return minibatches

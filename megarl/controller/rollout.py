@@ -1,0 +1,145 @@
+"""The rollout role on the driver: prompts out to the engines, a checked batch back.
+
+Invariants:
+1. Token ids go out and come back as they are; nothing is tokenized again.
+2. Every sample carries the weight version of its tokens, the sampling settings and why it ended.
+3. The same seed, step, prompts and weights ask for the same samples, whatever the number of replicas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from megarl.config.schema.roles import RolloutConfig
+from megarl.controller.dispatch import Member, Watch
+from megarl.data.batch import Batch, Ragged
+from megarl.data.prompts import Prompt
+from megarl.errors import RolloutError
+from megarl.observability.metrics import Last, Mean, Metrics, Sum
+from megarl.rollout.engine import Completion, Request
+from megarl.rollout.router import route
+from megarl.rollout.sampling import Sampling
+
+# A sample id is the step in the high bits and the number of the sample within the step in the low ones.
+SAMPLES_PER_STEP_BITS = 32
+
+
+class RolloutRole:
+    """All engines of a run, called as one."""
+
+    def __init__(self, members: Sequence[Member], config: RolloutConfig, watch: Watch, *, seed: int) -> None:
+        self.members = list(members)
+        self.config = config
+        self.seed = seed
+        self._watch = watch
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling settings of training."""
+        return Sampling(**self.config.sampling.model_dump())
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, version: int) -> tuple[Batch, Metrics]:
+        """The samples of a training step, ``samples_per_prompt`` for each prompt.
+
+        Raises:
+            RolloutError: an engine sampled under another weight version than ``version``.
+        """
+        started = time.monotonic()
+        batch = self.sample(prompts, self.sampling, n=self.config.samples_per_prompt, step=step)
+        elapsed_s = time.monotonic() - started
+        for row, spans in enumerate(batch["weight_versions"]):
+            if any(span.version != version for span in spans):
+                raise RolloutError(
+                    f"sample {int(batch.tensor('sample_id')[row])} was sampled under weight versions "
+                    f"{[span.version for span in spans]}, expected {version}",
+                    fix="an engine missed a weight update; restart the run from its last checkpoint",
+                )
+        tokens = int(batch.response_lengths.sum())
+        return batch, {
+            "rollout/tokens": Sum(tokens),
+            "rollout/tokens_per_s": Last(tokens / elapsed_s),
+            "rollout/aborted": Mean(sum(reason == "abort" for reason in batch["finish_reason"]), len(batch)),
+        }
+
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, *, n: int, step: int, stream: int = 0) -> Batch:
+        """``n`` samples of each prompt, in the order of the prompts.
+
+        Args:
+            prompts: what to continue.
+            sampling: settings.
+            n: samples per prompt.
+            step: controller step, part of the seeds and of the sample ids.
+            stream: 0 for training, 1 for validation: keeps their seeds apart.
+        """
+        requests = [
+            Request(
+                request_id=index,
+                prompt_token_ids=list(prompt.token_ids),
+                seed=request_seed(self.seed, step, stream, index),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        parts = route(requests, len(self.members), n=n, max_tokens=sampling.max_tokens)
+        calls = {
+            member.handle.generate.remote(part, sampling, n): member
+            for member, part in zip(self.members, parts, strict=True)
+            if part
+        }
+        completions: dict[int, list[Completion]] = {}
+        for result in self._watch.get(calls):
+            for request_id, samples in result:
+                completions[request_id] = samples
+        return _as_batch(prompts, completions, sampling, n=n, step=step)
+
+    def greedy(self, sampling: Sampling) -> Sampling:
+        """The same limits with temperature 0."""
+        return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+
+
+def request_seed(seed: int, step: int, stream: int, index: int) -> int:
+    """A 63-bit seed of one request; different for any two requests of a run (splitmix64 of their coordinates)."""
+    value = seed
+    for part in (step, stream, index):
+        value = (value ^ part) + 0x9E3779B97F4A7C15 & (2**64 - 1)
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
+        value ^= value >> 31
+    return value >> 1
+
+
+def _as_batch(
+    prompts: Sequence[Prompt],
+    completions: dict[int, list[Completion]],
+    sampling: Sampling,
+    *,
+    n: int,
+    step: int,
+) -> Batch:
+    rows: list[tuple[int, Completion]] = []
+    for index in range(len(prompts)):
+        samples = completions.get(index, [])
+        if len(samples) != n:
+            raise RolloutError(f"prompt {index} has {len(samples)} samples, expected {n}")
+        rows += [(index, sample) for sample in samples]
+    of = [prompts[index] for index, _ in rows]
+    done = [completion for _, completion in rows]
+    base = step << SAMPLES_PER_STEP_BITS
+    responses = Ragged.from_rows([completion.token_ids for completion in done], torch.int64)
+    return Batch.create(
+        sample_id=base + torch.arange(len(rows), dtype=torch.int64),
+        group_id=base + torch.tensor([index for index, _ in rows], dtype=torch.int64),
+        prompts=Ragged.from_rows([prompt.token_ids for prompt in of], torch.int64),
+        data_source=[prompt.data_source for prompt in of],
+        answer=[prompt.answer for prompt in of],
+        metadata=[prompt.metadata for prompt in of],
+        responses=responses,
+        response_mask=Ragged(torch.ones(len(responses.values), dtype=torch.bool), responses.lengths),
+        rollout_log_probs=Ragged.from_rows([completion.log_probs for completion in done], torch.float32),
+        finish_reason=[completion.finish_reason for completion in done],
+        weight_versions=[completion.weight_versions for completion in done],
+        sampling=[asdict(sampling)] * len(rows),
+    )

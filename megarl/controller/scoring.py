@@ -1,0 +1,46 @@
+"""The reward role on the driver: decode, score in the pool, check that nothing was lost."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.data.batch import Batch
+from megarl.data.tokenizer import Tokenizer
+from megarl.observability.metrics import Mean, Metrics
+from megarl.rewards.base import RewardInput
+from megarl.rewards.pool import RewardPool
+
+
+class RewardRole:
+    """Scores responses with the reward pool."""
+
+    def __init__(self, pool: RewardPool, tokenizer: Tokenizer) -> None:
+        self._pool = pool
+        self._tokenizer = tokenizer
+
+    def score(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The batch with ``scores``, and the means of what the reward returned beside the score."""
+        prompts = self.decode(batch, "prompts")
+        responses = self.decode(batch, "responses")
+        results = self._pool.score(
+            [
+                RewardInput(
+                    prompt=prompts[row],
+                    response=responses[row],
+                    answer=batch["answer"][row],
+                    data_source=batch["data_source"][row],
+                    metadata=batch["metadata"][row],
+                )
+                for row in range(len(batch))
+            ]
+        )
+        metrics: Metrics = {"reward/failed": Mean(sum(result.failed is not None for result in results), len(results))}
+        for name in sorted({name for result in results for name in result.extra}):
+            given = [result.extra[name] for result in results if name in result.extra]
+            metrics[f"reward/{name}"] = Mean(sum(given), len(given))
+        return batch.add(scores=torch.tensor([result.score for result in results], dtype=torch.float32)), metrics
+
+    def decode(self, batch: Batch, field: str) -> list[str]:
+        """Text of a token column; special tokens left out."""
+        rows = [row.tolist() for row in batch.ragged(field).rows()]
+        return self._tokenizer.batch_decode(rows, skip_special_tokens=True)

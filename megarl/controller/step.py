@@ -1,0 +1,72 @@
+"""One step of policy-gradient training. Read top to bottom: each span is one row of the timeline.
+
+GRPO (arXiv:2402.03300, algorithm 1) and PPO (arXiv:1707.06347, algorithm 1) are the same dataflow; the estimator says
+whether values are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.schema import TrainConfig
+from megarl.controller import credit
+from megarl.controller.roles import Roles
+from megarl.data.batch import Batch
+from megarl.data.prompts import Prompt
+from megarl.observability.metrics import Metrics, merge
+from megarl.observability.trace import span
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step leaves behind: the weight version now served, the finished batch, the metrics."""
+
+    version: int
+    batch: Batch
+    metrics: Metrics
+
+
+def policy_step(roles: Roles, prompts: list[Prompt], config: TrainConfig, *, step: int, version: int) -> StepResult:
+    """Sample, score, estimate, update, publish.
+
+    Args:
+        roles: the worker groups.
+        prompts: the prompts of this step.
+        config: the run's configuration.
+        step: number of this step, from 1.
+        version: weight version the engines serve; the update is published as ``version + 1``.
+    """
+    algorithm, metrics = config.algorithm, []
+
+    with span("rollout"):
+        batch, seen = roles.rollout.generate(prompts, step=step, version=version)
+        metrics.append(seen)
+    with span("reward"):
+        batch, seen = roles.reward.score(batch)
+        metrics.append(seen)
+    with span("old_log_probs"):
+        if algorithm.old_log_probs == "bypass":
+            batch = batch.add(old_log_probs=batch["rollout_log_probs"])
+        else:
+            batch, seen = roles.actor.add_old_log_probs(batch)
+            metrics += [seen, credit.mismatch_metrics(batch)]
+    if roles.reference is not None:
+        with span("ref_log_probs"):
+            batch = batch.add(ref_log_probs=roles.reference.log_probs(batch))
+    if roles.critic is not None:
+        with span("values"):
+            batch = batch.add(values=roles.critic.values(batch))
+    with span("advantages"):
+        batch, seen = credit.token_rewards(batch, algorithm, roles.kl)
+        metrics.append(seen)
+        batch, seen = credit.advantages(batch, algorithm)
+        metrics.append(seen)
+    if roles.critic is not None:
+        with span("update_critic"):
+            metrics.append(roles.critic.update(batch, step=step))
+    if roles.critic is None or step > roles.critic.warmup_steps:
+        with span("update_actor"):
+            metrics.append(roles.actor.update(batch, step=step))
+        with span("weight_sync"):
+            version = roles.weights.publish(version + 1)
+    return StepResult(version, batch, merge(metrics))

@@ -1,0 +1,1 @@
+"""Ray on Slurm: from an allocation to a running cluster, the driver in it, and nothing left behind."""

@@ -1,0 +1,140 @@
+"""What Slurm gave the job, and how a command is started on its nodes.
+
+Invariants:
+1. ``from_script`` reads the same ``#SBATCH`` lines that sbatch reads, so a dry run shows what a submission would get.
+2. No function here waits: commands are built as lists and run by ``supervise``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.errors import SetupError
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Nodes of a job, the batch node first; CPUs and GPUs are those of one node."""
+
+    job_id: int
+    job_name: str
+    nodes: tuple[str, ...]
+    cpus: int
+    gpus: int
+    restarts: int = 0
+
+    @property
+    def head(self) -> str:
+        return self.nodes[0]
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return self.nodes[1:]
+
+
+def from_environment(variables: Mapping[str, str], batch_node: str | None = None) -> Allocation:
+    """The allocation this process runs in.
+
+    Args:
+        variables: the environment's SLURM_* entries.
+        batch_node: node this process runs on; None takes SLURMD_NODENAME.
+
+    Raises:
+        SetupError: not inside a job.
+    """
+    if "SLURM_JOB_ID" not in variables:
+        raise SetupError(
+            "not inside a Slurm job: SLURM_JOB_ID is not set",
+            fix="submit the script with sbatch, or set DRY_RUN=1 to see what it would run",
+        )
+    nodes = hostnames(variables["SLURM_JOB_NODELIST"])
+    here = batch_node or variables.get("SLURMD_NODENAME", nodes[0])
+    return Allocation(
+        job_id=int(variables["SLURM_JOB_ID"]),
+        job_name=variables.get("SLURM_JOB_NAME", "megarl"),
+        nodes=(here, *(node for node in nodes if node != here)),
+        cpus=int(variables.get("SLURM_CPUS_ON_NODE", "1")),
+        gpus=_gpus(variables),
+        restarts=int(variables.get("SLURM_RESTART_COUNT", "0")),
+    )
+
+
+def hostnames(nodelist: str) -> tuple[str, ...]:
+    """Expand Slurm's list, such as ``gpu[01-03,07]``. Raises SetupError when scontrol does not answer."""
+    return tuple(_scontrol("show", "hostnames", nodelist).split())
+
+
+def address(node: str) -> str:
+    """The address Slurm itself uses for a node; its name need not resolve. Raises SetupError as ``hostnames``."""
+    found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "-o", node))
+    return found.group(1) if found else node
+
+
+def _scontrol(*words: str) -> str:
+    try:
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SetupError(f"scontrol {' '.join(words)} does not answer: {error}", fix="is Slurm in PATH?") from error
+
+
+def _gpus(variables: Mapping[str, str]) -> int:
+    if count := variables.get("SLURM_GPUS_ON_NODE"):
+        return int(count)
+    # gpu:h100:8 and 8 both occur here.
+    return int(variables.get("SLURM_GPUS_PER_NODE", "0").rsplit(":", 1)[-1] or 0)
+
+
+def from_script(script: Path) -> Allocation:
+    """The allocation a script's ``#SBATCH`` lines ask for, with made-up node names. Raises SetupError without a script."""
+    try:
+        text = script.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"cannot read the batch script {script}: {error}") from error
+    options = {
+        name: value for name, value in re.findall(r"^#SBATCH\s+--([\w-]+)(?:[= ](\S+))?", text, flags=re.MULTILINE)
+    }
+    least = int(options.get("nodes", "1").split("-")[0])
+    width = max(3, len(str(least)))
+    gpus = options.get("gpus-per-node") or options.get("gres", "gpu:0").removeprefix("gpu")
+    return Allocation(
+        job_id=0,
+        job_name=options.get("job-name", script.stem),
+        nodes=tuple(f"node{index:0{width}d}" for index in range(1, least + 1)),
+        cpus=int(options.get("cpus-per-task", "1")),
+        gpus=int(gpus.rsplit(":", 1)[-1] or 0),
+    )
+
+
+def srun(nodes: Sequence[str], command: Sequence[str], *, cpus: int, log: str, container: str | None = None) -> list[str]:
+    """One step with one task on each of the nodes.
+
+    Args:
+        nodes: where it runs; all are started by this one call.
+        command: what each task executes.
+        cpus: CPUs of a task.
+        log: output file; Slurm puts the node's name for ``%N``.
+        container: image of a Pyxis container the tasks run in.
+    """
+    return [
+        "srun",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(nodes)}",
+        f"--cpus-per-task={cpus}",
+        # The batch step holds the node's resources already; without this the step waits for them forever.
+        "--overlap",
+        "--export=ALL",
+        "--input=none",
+        # One lost node ends the step, and with it the run: a cluster with a hole would hang in its next collective.
+        "--kill-on-bad-exit=1",
+        "--wait=10",
+        f"--output={log}",
+        "--open-mode=append",
+        *([f"--container-image={container}", "--no-container-mount-home"] if container else []),
+        *command,
+    ]

@@ -1,0 +1,63 @@
+"""The families megarl knows, and the way from a Hugging Face directory to a spec."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ModelError
+from megarl.models.families.llama import LLAMA, MISTRAL
+from megarl.models.families.qwen2 import QWEN2
+from megarl.models.families.qwen3 import QWEN3
+from megarl.models.family import Family
+from megarl.models.hf_config import read_spec
+from megarl.models.spec import ModelSpec
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+
+def family_named(name: str) -> Family:
+    """The family of a ``model_type``. Raises ModelError for one that megarl does not know."""
+    if name not in FAMILIES:
+        raise ModelError(
+            f"model_type {name!r} is none of the families megarl knows ({', '.join(sorted(FAMILIES))})",
+            fix="add a file to megarl/models/families, or use a model of a known family",
+        )
+    return FAMILIES[name]
+
+
+def spec_from_config(config: Mapping[str, Any], *, where: str = "config.json") -> ModelSpec:
+    """The spec of a Hugging Face configuration given as a mapping.
+
+    Raises:
+        ModelError: no or an unknown ``model_type``, a missing or wrong size, or an option that the family cannot
+            represent; all problems of the configuration in one error, each naming its key and value.
+    """
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError("the configuration names no model_type", where=where)
+    return read_spec(config, family_named(config["model_type"]), where=where)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The configuration of a Hugging Face directory. Raises ModelError where there is none or it is no JSON object."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(
+            f"cannot read the model's configuration: {error.strerror}",
+            where=str(path),
+            fix="give a Hugging Face model directory",
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"the model's configuration is no JSON: {error}", where=str(path)) from error
+    if not isinstance(config, dict):
+        raise ModelError("the model's configuration is no JSON object", where=str(path))
+    return config
+
+
+def load_spec(directory: str | Path) -> ModelSpec:
+    """The spec of a Hugging Face directory; raises like ``read_config`` and ``spec_from_config``."""
+    return spec_from_config(read_config(directory), where=str(Path(directory) / "config.json"))

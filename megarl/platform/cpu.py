@@ -1,0 +1,368 @@
+"""The CPU as a device, and everything Megatron-Core needs to run on it over gloo.
+
+Megatron-Core names CUDA in its source: buffers on ``torch.cuda.current_device()``, ``device="cuda"``, ``tensor.cuda()``,
+type strings. ``ADAPTATIONS`` lists what megarl replaces, one entry for each place Megatron-Core would fail at, with file
+and line in megatron-core 0.16.1 / 0.19.2. Each has a test in ``tests/unit/platform/test_cpu_adaptations.py`` that runs
+Megatron's own operation without it and expects the failure, so a release that no longer needs an entry says so.
+
+Invariants:
+1. ``torch`` itself is left alone. Megatron's modules see a copy of its namespace in which the CUDA device is the CPU;
+   where a tensor method names CUDA, a function mode is active for that one call. Nothing slows other torch calls.
+2. Applied once per process; applying again does nothing.
+3. What an own layer specification can avoid is no adaptation: RMSNorm under sequence parallelism and packed attention
+   are in ``train/megatron/layers.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megarl.platform.device import LayerImplementation, MemoryUse
+from megarl.platform.packages import import_megatron
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """One thing Megatron-Core cannot do on CPU, and its replacement.
+
+    Attributes:
+        name: short name; tests are found by it.
+        reason: what fails and where, as file:line in 0.16.1 / 0.19.2, under ``megatron/core``.
+        modules: Megatron modules that get the namespace in which the CUDA device is the CPU.
+        replace: further replacements, called after ``modules`` are done.
+    """
+
+    name: str
+    reason: str
+    modules: tuple[str, ...] = ()
+    replace: Callable[[], None] | None = field(default=None)
+
+    def apply(self) -> None:
+        """Make the replacement in this process."""
+        for module in self.modules:
+            importlib.import_module(f"megatron.core.{module}").torch = _torch_on_cpu()  # type: ignore[attr-defined]
+        if self.replace is not None:
+            self.replace()
+
+
+# --- the namespace Megatron's modules see ---
+
+
+class _NullStream:
+    """Stands for a CUDA stream or event: on CPU everything has already happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> _NullStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+class _CudaOnCpu(ModuleType):
+    """``torch.cuda`` with the CPU as its only device."""
+
+    Stream = Event = _NullStream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        return _CPU
+
+    def synchronize(self, *_: Any) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def current_stream(self, *_: Any) -> _NullStream:
+        return _NullStream()
+
+    default_stream = current_stream
+
+    def stream(self, _: Any) -> nullcontext[None]:
+        return nullcontext()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
+        torch.set_rng_state(state)
+
+
+class _TorchOnCpu(ModuleType):
+    """A copy of torch's namespace, so that look-ups cost what they cost in torch; late additions are forwarded."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and str(device).startswith("cuda")
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The factory function with ``device="cuda"`` read as the CPU."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+@functools.cache
+def _torch_on_cpu() -> ModuleType:
+    namespace = _TorchOnCpu("torch")
+    vars(namespace).update(vars(torch))
+    for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"):
+        setattr(namespace, name, _on_cpu(getattr(torch, name)))
+    namespace.cuda = _CudaOnCpu("torch.cuda")  # type: ignore[attr-defined]
+    return namespace
+
+
+# --- tensor methods that name CUDA ---
+
+
+class _CpuTensorsAsCuda(TorchFunctionMode):
+    """``tensor.cuda()`` returns the tensor, and ``tensor.type()`` names the CUDA type that Megatron compares with."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+def _call_with_cpu_tensors_as_cuda(owner: Any, name: str) -> None:
+    """Replace ``owner.name`` by itself under ``_CpuTensorsAsCuda``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _CpuTensorsAsCuda():
+            return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+# --- the adaptations ---
+
+
+def _keep_rng_states_of_the_host() -> None:
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
+    rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+
+
+def _tie_embeddings_in_place() -> None:
+    module = importlib.import_module("megatron.core.models.common.language_module.language_module")
+    _call_with_cpu_tensors_as_cuda(module.LanguageModule, "setup_embeddings_and_output_layer")
+
+
+def _accept_cpu_parameters() -> None:
+    optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    _call_with_cpu_tensors_as_cuda(optimizer.Float16OptimizerWithFloat16Params, "__init__")
+    _call_with_cpu_tensors_as_cuda(distributed.DistributedOptimizer, "__init__")
+
+
+def _accept_cpu_gradients() -> None:
+    # The optimizer module imported the function by name.
+    optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
+    _call_with_cpu_tensors_as_cuda(optimizer, "clip_grad_by_total_norm_fp32")
+
+
+ADAPTATIONS: tuple[Adaptation, ...] = (
+    Adaptation(
+        name="tensor-parallel-buffers",
+        reason="gather and scatter buffers on torch.cuda.current_device(): "
+        "tensor_parallel/mappings.py:91,141,148,181 / 95,145,152,185; tensor_parallel/layers.py:552 / 647; "
+        "tensor_parallel/utils.py:70,91",
+        modules=("tensor_parallel.mappings", "tensor_parallel.layers", "tensor_parallel.utils"),
+    ),
+    Adaptation(
+        name="memory-buffer",
+        reason="the buffer sequence parallelism gathers into is on torch.cuda.current_device(): utils.py:631 / 715",
+        modules=("utils",),
+    ),
+    Adaptation(
+        name="rng-states",
+        reason="named generator states are CUDA's: tensor_parallel/random.py:55,66,83-114,235-238,422 / "
+        "118,129,146-177,303-306,490; activation recompute saves them at :440 / :508",
+        modules=("tensor_parallel.random",),
+        replace=_keep_rng_states_of_the_host,
+    ),
+    Adaptation(
+        name="rotary-frequencies",
+        reason="inverse frequencies are moved to torch.cuda.current_device() at the first forward: "
+        "models/common/embeddings/rotary_pos_embedding.py:162",
+        modules=("models.common.embeddings.rotary_pos_embedding",),
+    ),
+    Adaptation(
+        name="tied-embeddings",
+        reason="with pipeline stages the last stage's copy is made by weight.data.cuda(): "
+        "models/common/language_module/language_module.py:244 / 307",
+        replace=_tie_embeddings_in_place,
+    ),
+    Adaptation(
+        name="gradient-buffers",
+        reason="parameter and gradient buffers on torch.cuda.current_device(): "
+        "distributed/param_and_grad_buffer.py:783,800,806 / 1162,1180,1186; current_stream() in every gradient "
+        "reduction: - / 632",
+        modules=("distributed.param_and_grad_buffer",),
+    ),
+    Adaptation(
+        name="optimizer-scalars",
+        reason='overflow flags, loss scales and norms with device="cuda": optimizer/optimizer.py:473,481,485,907 / '
+        "690,698,702,1249; optimizer/clip_grads.py:90,103,115,174,207 / 96,108,112,180,231; "
+        "optimizer/grad_scaler.py:15 / 20; optimizer/distrib_optimizer.py:791,1077 / 998,1362",
+        modules=(
+            "optimizer.optimizer",
+            "optimizer.clip_grads",
+            "optimizer.grad_scaler",
+            "optimizer.distrib_optimizer",
+        ),
+    ),
+    Adaptation(
+        name="optimizer-parameter-types",
+        reason="parameters must be of type 'torch.cuda.FloatTensor' or a 16-bit one: optimizer/optimizer.py:671,690 / "
+        "1009,1028; optimizer/distrib_optimizer.py:361,420,582 / 401,466,758",
+        replace=_accept_cpu_parameters,
+    ),
+    Adaptation(
+        name="optimizer-gradient-types",
+        reason="gradients must be of type 'torch.cuda.FloatTensor' when clipped: optimizer/clip_grads.py:167 / 174",
+        replace=_accept_cpu_gradients,
+    ),
+    Adaptation(
+        name="pipeline-buffers",
+        reason="receive buffers and shape messages on torch.cuda.current_device(), synchronize() after them: "
+        "pipeline_parallel/p2p_communication.py:190-242,313,321,398 / 211-263,334,342,419",
+        modules=("pipeline_parallel.p2p_communication",),
+    ),
+    Adaptation(
+        name="schedule-counters",
+        reason='token counters with device="cuda" in every schedule: '
+        "pipeline_parallel/schedules.py:596,983,2138 / 749,1121,2292",
+        modules=("pipeline_parallel.schedules",),
+    ),
+    Adaptation(
+        name="checkpoint-writing",
+        reason="torch.cuda.synchronize() before files are written and failure counts on current_device(): "
+        "dist_checkpointing/strategies/filesystem_async.py:230 / 248; state_dict_saver.py:204,252",
+        modules=(
+            "dist_checkpointing.strategies.filesystem_async",
+            "dist_checkpointing.strategies.state_dict_saver",
+            "dist_checkpointing.strategies.async_utils",
+            "dist_checkpointing.strategies.fully_parallel",
+        ),
+    ),
+)
+
+_applied: set[str] = set()
+
+
+def adapt_megatron(*, without: Iterable[str] = ()) -> None:
+    """Import Megatron-Core and apply the adaptations that this process has not applied yet.
+
+    Args:
+        without: names to leave out; for the tests that show an adaptation is still needed.
+
+    Raises:
+        SetupError: Megatron-Core is missing, or a package beside it breaks it.
+    """
+    import_megatron()
+    skipped = frozenset(without)
+    for adaptation in ADAPTATIONS:
+        if adaptation.name not in skipped and adaptation.name not in _applied:
+            adaptation.apply()
+            _applied.add(adaptation.name)
+
+
+# --- the device ---
+
+
+class CpuDevice:
+    """The host's cores, with gloo between processes."""
+
+    name = "cpu"
+    collective_backend = "gloo"
+    layer_implementation: LayerImplementation = "local"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return _CPU
+
+    def bind(self, local_rank: int) -> None:
+        """Nothing to bind: the operating system places processes on cores."""
+
+    def process_group_options(self, timeout: timedelta) -> dict[str, Any]:
+        return {"backend": self.collective_backend, "timeout": timeout}
+
+    def prepare_megatron(self) -> None:
+        adapt_megatron()
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    def now(self) -> float:
+        """Seconds of a monotonic clock."""
+        return time.perf_counter()
+
+    def memory(self) -> MemoryUse:
+        """Resident memory of the process; torch does not count host tensors. The peak is the process's, ever."""
+        status = _proc_bytes("/proc/self/status")
+        resident, peak = status.get("VmRSS", 0), status.get("VmHWM", 0)
+        return MemoryUse(resident, peak, resident, _proc_bytes("/proc/meminfo").get("MemTotal", 0))
+
+    def reset_peak_memory(self) -> None:
+        """The kernel's peak (VmHWM) is not reset: that needs a write to /proc that containers refuse."""
+
+    def empty_cache(self) -> None:
+        """The allocator returns memory by itself."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"host": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["host"])
+
+
+def _proc_bytes(path: str) -> dict[str, int]:
+    """The ``Key: value kB`` lines of a /proc file in bytes; empty where there is no such file."""
+    try:
+        with open(path, encoding="ascii") as lines:
+            rows = [line.split() for line in lines]
+    except OSError:
+        return {}
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}

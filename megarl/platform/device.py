@@ -1,0 +1,102 @@
+"""What megarl needs of a device, so that the code above does not ask whether it runs on CPU or CUDA.
+
+Invariants:
+1. ``torch.cuda`` is named in this package only.
+2. Importing this module loads no torch; ``get_device`` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from megarl.errors import SetupError
+
+if TYPE_CHECKING:
+    import torch
+
+LayerImplementation = Literal["local", "transformer_engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory of this process in bytes: tensors alive, their peak since the last reset, taken from the device, all of it."""
+
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+
+
+class Device(Protocol):
+    """A kind of device as one process sees it."""
+
+    name: str
+    """``cpu`` or ``cuda``."""
+    collective_backend: str
+    """Backend of torch.distributed: ``gloo`` or ``nccl``."""
+    layer_implementation: LayerImplementation
+    """Which of Megatron-Core's layer specifications runs here."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors of this process live."""
+        ...
+
+    def bind(self, local_rank: int) -> None:
+        """Make the ``local_rank``-th device this process's own. Raises SetupError if there is none."""
+        ...
+
+    def process_group_options(self, timeout: timedelta) -> dict[str, Any]:
+        """Keyword arguments of ``torch.distributed.init_process_group`` beside rank, world size and store."""
+        ...
+
+    def prepare_megatron(self) -> None:
+        """Import Megatron-Core and make it run here; once per process, later calls do nothing. Raises SetupError."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything this process has queued."""
+        ...
+
+    def now(self) -> float:
+        """Seconds of a monotonic clock, read after ``synchronize``."""
+        ...
+
+    def memory(self) -> MemoryUse:
+        """Memory in use."""
+        ...
+
+    def reset_peak_memory(self) -> None:
+        """Start measuring the peak anew."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Give cached memory back, before another process on the same device needs it."""
+        ...
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators of this device and of the host."""
+        ...
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """State of the generators of this device and of the host."""
+        ...
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what ``rng_state`` returned."""
+        ...
+
+
+def get_device(name: str) -> Device:
+    """The device called ``cpu`` or ``cuda``. Raises SetupError for another name, or where CUDA is missing."""
+    if name == "cpu":
+        from megarl.platform.cpu import CpuDevice
+
+        return CpuDevice()
+    if name == "cuda":
+        from megarl.platform.cuda import CudaDevice
+
+        return CudaDevice()
+    raise SetupError(f"device {name!r} is unknown", fix="use cpu or cuda")

@@ -1,0 +1,1 @@
+"""Training: the engine protocol, and Megatron-Core behind it."""

@@ -1,0 +1,226 @@
+"""Microbatches through Megatron's pipeline schedule: passes without gradients, and forward-backward passes.
+
+Invariants:
+1. A pass without gradients runs in evaluation mode: no dropout ever enters a log-prob.
+2. Megatron divides nothing: the loss a microbatch returns is its share of the minibatch's loss, gradients of
+   microbatches and data-parallel ranks are summed.
+3. A dummy microbatch contributes exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from megarl.train.megatron.heads import vocab_log_probs
+from megarl.train.megatron.microbatch import Microbatch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What the model says about the M response tokens of a microbatch, float32 [M] each, with a graph in training.
+
+    Args:
+        log_probs: log-probs of the tokens (language-model head).
+        entropy: entropy of the distributions they were drawn from, if asked for.
+        values: values before the tokens (value head).
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """How the language-model head is read.
+
+    Args:
+        temperature: softmax temperature.
+        with_entropy: also compute the entropy.
+    """
+
+    temperature: float = 1.0
+    with_entropy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """One rank's part of a Megatron model and what a forward pass needs to know about it.
+
+    Args:
+        chunk: the model chunk the schedule runs, wrapped in DistributedDataParallel if it is trained. On the last
+            stage its output is the hidden states [N or N / tp, 1, H] before the output layer, or, with a value head,
+            the values [N, 1, 1].
+        module: the bare GPTModel inside.
+        vocab_size: vocabulary entries that exist.
+        chunk_tokens: tokens whose logits are held at once.
+        is_value: the model ends in a value head.
+        is_last_stage: this rank computes outputs.
+        sequence_parallel: hidden states are split over ``tp_group`` along the tokens.
+        tp_group: tensor-parallel group.
+        device: where tensors live.
+    """
+
+    chunk: nn.Module
+    module: Any
+    vocab_size: int
+    chunk_tokens: int
+    is_value: bool
+    is_last_stage: bool
+    sequence_parallel: bool
+    tp_group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def token_multiple(self) -> int:
+        """Tokens of a microbatch are padded to a multiple of it."""
+        return self.tp_group.size() if self.sequence_parallel else 1
+
+
+def configure_schedule(config: Any, *, is_pipelined: bool) -> None:
+    """Set what Megatron's schedules read from the model's TransformerConfig (invariant 2).
+
+    ``calculate_per_token_loss`` makes the schedules and DistributedDataParallel sum instead of average; it must be
+    set before the model is wrapped. The division by a token count that goes with it is left out, since losses are
+    divided by global denominators already.
+    """
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = _finalize_undivided
+    # Packed microbatches differ in length: stages tell each other the shape of what they send.
+    config.variable_seq_lengths = is_pipelined
+
+
+def _finalize_undivided(chunks: list[nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    finalize_model_grads(chunks, None, **groups)
+
+
+def forward_only(
+    parts: ModelParts,
+    microbatches: Sequence[Microbatch],
+    read: Callable[[TokenOutputs, Microbatch], Result],
+    options: HeadOptions,
+) -> list[Result]:
+    """``read`` of each microbatch's outputs, without gradients; empty on all but the last pipeline stage."""
+
+    def collect(microbatch: Microbatch, output: Tensor, non_loss_data: bool = False) -> Result:
+        return read(token_outputs(parts, output, microbatch, options), microbatch)
+
+    was_training = parts.chunk.training
+    parts.chunk.eval()
+    try:
+        with torch.no_grad():
+            return _run(parts, microbatches, collect, forward_only=True, collect_non_loss_data=True)
+    finally:
+        parts.chunk.train(was_training)
+
+
+def forward_backward(
+    parts: ModelParts,
+    microbatches: Sequence[Microbatch],
+    loss: Callable[[TokenOutputs, Microbatch], tuple[Tensor, Result]],
+    options: HeadOptions,
+) -> list[Result]:
+    """Accumulate and reduce the gradient of the summed losses; returns what ``loss`` returned beside its loss.
+
+    ``loss`` is not called for dummies, whose result is missing from the list; the list is empty on all but the last
+    pipeline stage.
+    """
+
+    def share(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Result | None]:
+        outputs = token_outputs(parts, output, microbatch, options)
+        no_tokens = torch.zeros((), dtype=torch.int32, device=parts.device)
+        if not microbatch.rows:
+            # The whole graph takes part, as pipeline and data-parallel peers expect, with zero gradients.
+            return _any_output(outputs).sum() * 0.0, no_tokens, None
+        value, result = loss(outputs, microbatch)
+        return value, no_tokens, result
+
+    parts.chunk.train()
+    results = _run(parts, microbatches, share, forward_only=False)
+    return [result for result in results if result is not None]
+
+
+def _run(
+    parts: ModelParts, microbatches: Sequence[Microbatch], finish: Callable[..., Any], **options: Any
+) -> list[Any]:
+    def forward_step(microbatches: Iterator[Microbatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        microbatch = next(microbatches).to(parts.device)
+        output = model(
+            input_ids=microbatch.tokens,
+            position_ids=microbatch.position_ids,
+            attention_mask=None,
+            packed_seq_params=packed_seq_params(microbatch),
+        )
+        return output, lambda *args, **kwargs: finish(microbatch, *args, **kwargs)
+
+    if not microbatches:
+        return []
+    return list(
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=[parts.chunk],
+            num_microbatches=len(microbatches),
+            seq_length=max(microbatch.num_tokens for microbatch in microbatches),
+            micro_batch_size=1,
+            **options,
+        )
+    )
+
+
+def packed_seq_params(microbatch: Microbatch) -> PackedSeqParams:
+    """Sequence boundaries in the form Megatron's and Transformer Engine's attention read (format THD)."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=microbatch.cu_seqlens,
+        cu_seqlens_kv=microbatch.cu_seqlens,
+        max_seqlen_q=microbatch.max_seqlen,
+        max_seqlen_kv=microbatch.max_seqlen,
+    )
+
+
+def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, options: HeadOptions) -> TokenOutputs:
+    """Outputs of a microbatch's response tokens from what the last stage's chunk returned."""
+    if parts.is_value:
+        return TokenOutputs(values=output.reshape(-1).float().index_select(0, microbatch.positions))
+    hidden = output.reshape(-1, output.shape[-1])
+    log_probs, entropy = vocab_log_probs(
+        hidden,
+        output_weight(parts.module),
+        microbatch.targets,
+        vocab_size=parts.vocab_size,
+        positions=microbatch.positions,
+        temperature=options.temperature,
+        chunk_tokens=parts.chunk_tokens,
+        with_entropy=options.with_entropy,
+        tp_group=parts.tp_group,
+        sequence_parallel=parts.sequence_parallel,
+    )
+    return TokenOutputs(log_probs=log_probs, entropy=entropy)
+
+
+def output_weight(module: Any) -> Tensor:
+    """This rank's rows of the output matrix [Vp / tp, H]; the embedding's where they are tied."""
+    if module.share_embeddings_and_output_weights:
+        weight: Tensor = module.shared_embedding_or_output_weight()
+    else:
+        weight = module.output_layer.weight
+    return weight
+
+
+def _any_output(outputs: TokenOutputs) -> Tensor:
+    present = outputs.log_probs if outputs.log_probs is not None else outputs.values
+    if present is None:
+        raise AssertionError("a microbatch has neither log-probs nor values")
+    return present

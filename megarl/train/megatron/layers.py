@@ -1,0 +1,54 @@
+"""Layer specifications: which modules a transformer layer is made of, on CPU and with Transformer Engine.
+
+On CPU it is Megatron-Core's ``local`` specification with two modules of ours in its slots, instead of patches:
+``RMSNorm``, because Megatron's torch norm refuses sequence parallelism (transformer/torch_norm.py:33), and
+``PackedAttention``, because its attention refuses packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.platform.device import LayerImplementation
+from megarl.train.megatron.attention import PackedAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv:1910.07467), statistics in float32.
+
+    Under sequence parallelism each rank normalises its own tokens, and the flag on the weight makes Megatron-Core sum
+    its gradient over the tensor-parallel ranks (distributed/finalize_model_grads.py).
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalised tensor in the shape and dtype of ``hidden``."""
+        return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+def decoder_spec(implementation: LayerImplementation, *, num_layers: int, qk_norm: bool) -> Any:
+    """Specification of a pipeline stage's ``num_layers`` layers and final norm, as GPTModel takes it."""
+    if implementation == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

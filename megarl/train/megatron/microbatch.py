@@ -1,0 +1,185 @@
+"""From rows of a batch to packed microbatches under a token cap, and back from flat results to rows.
+
+A microbatch is one flat sequence of tokens in which whole sequences (prompt and response) stand one after another;
+``cu_seqlens`` says where each begins. The log-prob of response token t is predicted at the position before it.
+
+Invariants:
+1. No microbatch holds more than ``cap`` tokens, padding included; a longer sequence is a DataError on every rank,
+   raised before anything is computed.
+2. Ranks of one data-parallel group run the same number of microbatches of one minibatch; missing ones are dummies
+   without targets, which contribute exactly zero.
+3. A row without targets (empty response, or nothing to learn from) is not computed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.data.batch import Batch, Ragged
+from megarl.data.packing import pack
+from megarl.errors import DataError, TrainError
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Packed sequences of one forward pass on one data-parallel rank: N tokens, of which M are response tokens.
+
+    Args:
+        rows: batch rows in the order of packing; empty in a dummy.
+        tokens: [1, N] int64.
+        position_ids: [1, N] int64, from 0 in each sequence.
+        cu_seqlens: [sequences + 1] int32, first token of each sequence, then N; padding is a sequence of its own.
+        max_seqlen: longest sequence.
+        positions: [M] int64 tokens of [0, N) whose output predicts a response token.
+        targets: [M] int64 those response tokens.
+        response_lengths: [rows] int64, in the order of ``rows``; they sum to M.
+    """
+
+    rows: tuple[int, ...]
+    tokens: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    positions: Tensor
+    targets: Tensor
+    response_lengths: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.shape[1]
+
+    def to(self, device: torch.device) -> Microbatch:
+        return Microbatch(
+            self.rows,
+            self.tokens.to(device),
+            self.position_ids.to(device),
+            self.cu_seqlens.to(device),
+            self.max_seqlen,
+            self.positions.to(device),
+            self.targets.to(device),
+            self.response_lengths.to(device),
+        )
+
+
+def plan_rows(
+    lengths: Tensor, groups: Sequence[Sequence[int]], cap: int, *, multiple: int = 1, dp_group: dist.ProcessGroup | None
+) -> list[list[list[int]]]:
+    """Rows of each microbatch of each group of rows (a minibatch), the same number on every data-parallel rank.
+
+    Args:
+        lengths: [B] int64 tokens of each row, prompt and response.
+        groups: rows of each minibatch on this rank.
+        cap: most tokens of a microbatch.
+        multiple: microbatches are padded to a multiple of it; the cap holds with padding.
+        dp_group: ranks that must agree; None is one rank.
+
+    Returns:
+        per group, the rows of each microbatch; a microbatch without rows is a dummy.
+
+    Raises:
+        DataError: on every rank of ``dp_group``, if a row of any of them is longer than the cap.
+        TrainError: ranks were given different numbers of minibatches.
+    """
+    usable = cap - cap % multiple
+    longest = max((int(lengths[row]) for rows in groups for row in rows), default=0)
+    _agree_on_input(len(groups), longest, usable, dp_group)
+    plans = [_pack_rows(lengths, rows, usable, min_bins=1) for rows in groups]
+    counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64)
+    counts = _reduced(counts, dist.ReduceOp.MAX, dp_group)
+    for index, (plan, count) in enumerate(zip(plans, counts.tolist(), strict=True)):
+        if len(plan) < count:
+            plan = _pack_rows(lengths, groups[index], usable, min_bins=min(count, len(groups[index])))
+        plans[index] = plan + [[] for _ in range(count - len(plan))]
+    return plans
+
+
+def _pack_rows(lengths: Tensor, rows: Sequence[int], cap: int, *, min_bins: int) -> list[list[int]]:
+    if not rows:
+        return []
+    bins = pack([int(lengths[row]) for row in rows], cap, min_bins=max(1, min_bins))
+    return [[rows[index] for index in members] for members in bins]
+
+
+def _agree_on_input(num_groups: int, longest: int, cap: int, dp_group: dist.ProcessGroup | None) -> None:
+    """Raise on all ranks of the group what would stop one of them, so that none waits for it in a collective."""
+    most, fewest, longest_anywhere = _reduced(
+        torch.tensor([num_groups, -num_groups, longest]), dist.ReduceOp.MAX, dp_group
+    ).tolist()
+    if most != -fewest:
+        raise TrainError(f"data-parallel ranks were given different numbers of minibatches ({-fewest} to {most})")
+    if longest_anywhere > cap:
+        raise DataError(
+            f"a sequence of {longest_anywhere} tokens does not fit a microbatch of {cap} tokens",
+            fix="raise engine.microbatch_tokens (or inference_microbatch_tokens), or shorten prompts and responses",
+        )
+
+
+def _reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+    """The tensor reduced over the group, on the CPU; NCCL groups reduce on the current device."""
+    if group is None or group.size() == 1:
+        return tensor
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
+    reduced = tensor.to(device)
+    dist.all_reduce(reduced, op=op, group=group)
+    return reduced.cpu()
+
+
+def count_globally(counts: Tensor, dp_group: dist.ProcessGroup | None) -> Tensor:
+    """Sum of int64 ``counts`` over data-parallel ranks, on the CPU."""
+    return _reduced(counts, dist.ReduceOp.SUM, dp_group)
+
+
+def build(batch: Batch, rows: Sequence[int], *, multiple: int = 1) -> Microbatch:
+    """Pack whole rows of the batch into one microbatch, padded to a multiple of ``multiple`` tokens.
+
+    Raises:
+        DataError: a row has a response but no prompt token that could predict its first token.
+    """
+    packed = batch.only("prompts", "responses").select(rows)
+    responses = packed.ragged("responses")
+    if unpredicted := ((packed.prompt_lengths == 0) & (responses.lengths > 0)).nonzero().flatten().tolist():
+        raise DataError(
+            "a response without any prompt token has no first log-prob", where=f"row {rows[unpredicted[0]]}"
+        )
+    sequences = packed.sequences()
+    size = len(sequences.values)
+    lengths = sequences.lengths
+    # A dummy is one padding sequence: attention and pipeline messages need at least one token.
+    if padding := max(1, -(-size // multiple)) * multiple - size:
+        lengths = torch.cat([lengths, torch.tensor([padding])])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    positions = sequences.with_values(torch.arange(size)).tail(responses.lengths).values - 1
+    return Microbatch(
+        rows=tuple(rows),
+        tokens=torch.nn.functional.pad(sequences.values, (0, padding))[None],
+        position_ids=(torch.arange(size + padding) - cu_seqlens[:-1].repeat_interleave(lengths))[None],
+        cu_seqlens=cu_seqlens.to(torch.int32),
+        max_seqlen=int(lengths.max()),
+        positions=positions,
+        targets=responses.values,
+        response_lengths=responses.lengths,
+    )
+
+
+def by_row(flat: Sequence[Tensor], microbatches: Sequence[Microbatch], lengths: Tensor) -> Ragged:
+    """Join float32 results per response token [M] of microbatches into a column of the batch.
+
+    Args:
+        flat: results of each microbatch.
+        microbatches: where they came from; together they hold every row with a response once.
+        lengths: [B] int64 response tokens of each row.
+    """
+    rows = [torch.zeros(0, dtype=torch.float32)] * len(lengths)
+    for values, microbatch in zip(flat, microbatches, strict=True):
+        parts = values.float().cpu().split(microbatch.response_lengths.tolist())
+        for row, part in zip(microbatch.rows, parts, strict=True):
+            rows[row] = part
+    column = Ragged.from_rows(rows, dtype=torch.float32)
+    if not torch.equal(column.lengths, lengths):
+        raise TrainError("a forward pass did not return one value for each response token")
+    return column

@@ -1,0 +1,251 @@
+"""A Megatron-Core model of one rank from a ``ModelSpec`` and a layout.
+
+Invariants:
+1. The last stage returns hidden states after the final norm, or a critic's values; logits are never made here
+   (``heads.py`` reads hidden states and the output matrix in chunks).
+2. Weights are left unset by construction; ``initialize.py`` draws them by name, or a checkpoint fills them.
+3. Everything a spec says reaches Megatron-Core or raises ModelError; nothing of it is dropped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.errors import LayoutError, ModelError
+from megarl.models.spec import ModelSpec
+from megarl.parallel.grid import ParallelLayout
+from megarl.parallel.groups import ParallelGroups
+from megarl.platform.device import Device
+from megarl.train.megatron.attention import PlannedSequences
+from megarl.train.megatron.layers import decoder_spec
+
+Head = Literal["lm", "value"]
+Recompute = Literal["none", "selective", "full"]
+
+# Constants of Megatron-Core's llama3 scaling, models/common/embeddings/rotary_pos_embedding.py:96-98.
+_LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+
+
+def build_model(
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    *,
+    device: Device,
+    dtype: torch.dtype,
+    head: Head = "lm",
+    recompute: Recompute = "none",
+) -> list[Chunk]:
+    """This rank's model chunks, on the device, with unset weights (norms one, value head zero).
+
+    Args:
+        spec: sizes and options of the model.
+        groups: groups of this rank; the layout is theirs.
+        device: where it computes; decides between Megatron's local layers and Transformer Engine's.
+        dtype: dtype of weights and activations, float32 or bfloat16. A value head is float32.
+        head: ``lm`` for a policy, ``value`` for a critic.
+        recompute: activation recompute: none, core attention only, or whole layers.
+
+    Raises:
+        LayoutError: the model does not divide into the layout.
+        ModelError: Megatron-Core cannot represent an option of the spec.
+    """
+    layout = groups.layout
+    if layout.vpp > 1:
+        raise LayoutError(f"virtual pipeline stages (vpp={layout.vpp}) are not supported yet", fix="set vpp=1")
+    config = transformer_config(spec, layout, device=device, dtype=dtype, recompute=recompute)
+    num_layers = len(layout.layers_of_stage(spec.num_layers, groups.coordinate.pp))
+    chunk = Chunk(
+        config,
+        decoder_spec(device.layer_implementation, num_layers=num_layers, qk_norm=spec.qk_norm),
+        spec,
+        groups,
+        head=head,
+    )
+    return [chunk.to(device.torch_device)]
+
+
+def transformer_config(
+    spec: ModelSpec, layout: ParallelLayout, *, device: Device, dtype: torch.dtype, recompute: Recompute = "none"
+) -> TransformerConfig:
+    """Megatron-Core's configuration of the model in the layout. Raises LayoutError and ModelError as ``build_model``."""
+    layout.check_heads(spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size)
+    _check_rope(spec)
+    on_gpu = device.layer_implementation == "transformer_engine"
+    with warnings.catch_warnings():
+        # Core attention is recomputed by our choice; the advice concerns Transformer Engine's fused kernels.
+        warnings.filterwarnings("ignore", message="If you are using transformer_engine as the transformer impl")
+        return TransformerConfig(
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            ffn_hidden_size=spec.ffn_hidden_size,
+            num_attention_heads=spec.num_heads,
+            num_query_groups=spec.num_kv_heads,
+            kv_channels=spec.head_dim,
+            normalization="RMSNorm",
+            layernorm_epsilon=spec.rms_norm_eps,
+            qk_layernorm=spec.qk_norm,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            add_qkv_bias=spec.qkv_bias,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            pipeline_dtype=dtype,
+            init_method_std=spec.init_std,
+            perform_initialization=False,
+            use_cpu_initialization=not on_gpu,
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            sequence_parallel=layout.sequence_parallel,
+            num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+            num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+            # Packed microbatches differ in length, so stages tell each other what they send.
+            variable_seq_lengths=layout.pp > 1,
+            # Losses are summed over microbatches and ranks and divided by counts of the global minibatch.
+            calculate_per_token_loss=True,
+            recompute_granularity=None if recompute == "none" else recompute,
+            recompute_method="uniform" if recompute == "full" else None,
+            recompute_num_layers=1 if recompute == "full" else None,
+            attention_softmax_in_fp32=True,
+            # Fused kernels that need CUDA, Apex or Transformer Engine, or compile.
+            apply_rope_fusion=on_gpu,
+            bias_activation_fusion=on_gpu,
+            bias_dropout_fusion=on_gpu,
+            masked_softmax_fusion=on_gpu,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=on_gpu,
+            deallocate_pipeline_outputs=layout.pp > 1,
+            batch_p2p_sync=on_gpu,
+        )
+
+
+def _check_rope(spec: ModelSpec) -> None:
+    """Megatron-Core's llama3 rope scaling takes the factor and fixes the rest."""
+    if spec.rope_scaling is None:
+        return
+    for name, constant in _LLAMA3_CONSTANTS.items():
+        if (value := getattr(spec.rope_scaling, name)) != constant:
+            raise ModelError(
+                f"rope scaling with {name}={value} cannot be represented: Megatron-Core fixes it at {constant}",
+                where="rope_scaling",
+            )
+
+
+class Chunk(GPTModel):
+    """The layers of one pipeline stage, with the embedding on the first and a head on the last.
+
+    ``forward(input_ids, position_ids, attention_mask=None, packed_seq_params=...)`` takes a pack as [1, N] token ids,
+    positions from 0 in each sequence, and its ``PackedSeqParams`` (format thd); later stages take the hidden states
+    from ``set_input_tensor``. Without ``packed_seq_params``, [B, S] whole sequences.
+
+    It returns, in Megatron-Core's order of dims:
+        - before the last stage, hidden states [N, 1, H] (this rank's N / tp under sequence parallelism);
+        - on the last stage of a policy, the same after the final norm;
+        - on the last stage of a critic, values [N, 1, 1] float32, all N on every tensor-parallel rank.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, decoder: Any, spec: ModelSpec, groups: ParallelGroups, *, head: Head
+    ) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=decoder,
+            vocab_size=groups.layout.padded_vocab_size(spec.vocab_size),
+            max_sequence_length=spec.max_position,
+            pre_process=groups.is_first_stage,
+            post_process=groups.is_last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=spec.tied_embeddings and head == "lm",
+            position_embedding_type="rope",
+            rotary_percent=1.0,
+            rotary_base=spec.rope_theta,  # type: ignore[arg-type]
+            rope_scaling=spec.rope_scaling is not None,
+            rope_scaling_factor=1.0 if spec.rope_scaling is None else spec.rope_scaling.factor,
+            pg_collection=groups.megatron,
+        )
+        self.spec = spec
+        self.groups = groups
+        self.head = head
+        if head == "value" and self.post_process:
+            self.output_layer = ValueHead(config, spec.hidden_size)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """See the class."""
+        if packed_seq_params is not None and self.config.use_cpu_initialization:
+            packed_seq_params = PlannedSequences(packed_seq_params)
+        output: Tensor = super().forward(
+            input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, **options
+        )
+        return output
+
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """Megatron-Core's, and one row of the rotary table for each token of a planned pack."""
+        decoder_input, rotary, *rest = super()._preprocess(
+            input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        if isinstance(packed_seq_params, PlannedSequences):
+            rotary = rotary.index_select(0, position_ids.flatten())
+        return (decoder_input, rotary, *rest)
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Hidden states as they are, or a critic's values; never logits."""
+        if not self.post_process or self.head == "lm":
+            return hidden_states
+        values: Tensor = self.output_layer(hidden_states)
+        return values
+
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output matrix [padded vocabulary / tp, H]; the embedding's where they are tied."""
+        if self.share_embeddings_and_output_weights:
+            weight: Tensor = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+        return weight
+
+
+class ValueHead(MegatronModule):
+    """``w . h`` in float32 with one row ``w`` [1, H], replicated over tensor-parallel ranks, zero at the start.
+
+    It stands in the model's ``output_layer``, so that Megatron-Core's checkpoints find it there.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int) -> None:
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32))
+        # Under sequence parallelism each rank sees its own tokens; Megatron-Core then sums the gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values [N, 1, 1] float32 of hidden states [N, 1, H], or of this rank's [N / tp, 1, H]."""
+        values: Tensor = torch.nn.functional.linear(hidden.float(), self.weight)
+        if self.config.sequence_parallel:
+            # Every rank computes the same loss from the gathered values, so gradients are split, not summed.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values

@@ -1,0 +1,1 @@
+"""Checkpoint files of Hugging Face directories: checked reading by slices, atomic sharded writing."""

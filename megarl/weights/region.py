@@ -1,0 +1,132 @@
+"""A region: one box of a canonical (Hugging Face named) tensor and where it lies in one rank's parameter.
+
+Loads no torch: planning works on regions alone.
+
+Invariants:
+1. A box is half-open bounds per dim, in coordinates of the whole canonical tensor. It is empty only to name a
+   parameter that is all padding.
+2. Offset and strides count elements of the contiguous parameter; every element of the box has one place in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+Box = tuple[tuple[int, int], ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One rectangle, in both coordinate systems.
+
+    Args:
+        tensor: canonical name.
+        tensor_shape: shape of the whole canonical tensor.
+        box: the part of it, as (start, stop) per dim.
+        local_name: the rank's parameter.
+        local_shape: the parameter's shape, padding included.
+        offset: first element in the flat parameter.
+        strides: elements of the flat parameter between neighbours along each dim of the box.
+        replica: 0 on the rank that stands for all that hold this box; others count up from 1.
+    """
+
+    tensor: str
+    tensor_shape: Shape
+    box: Box
+    local_name: str
+    local_shape: Shape
+    offset: int
+    strides: tuple[int, ...]
+    replica: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the box."""
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return volume(self.box)
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank's copy is the one that is sent and exported."""
+        return self.replica == 0
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of the canonical tensor."""
+        return tuple(slice(start, stop) for start, stop in self.box)
+
+
+def volume(box: Box) -> int:
+    """Elements of a box; 1 for a box of no dims."""
+    return prod(stop - start for start, stop in box)
+
+
+def whole(shape: Shape) -> Box:
+    """The box that is the whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The intersection of two boxes of one tensor, None where they do not touch."""
+    bounds = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return bounds if all(start < stop for start, stop in bounds) else None
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= size
+    return tuple(strides)
+
+
+def local_box(region: Region) -> Box | None:
+    """The region as a box of the parameter's own coordinates, None where it is none there (interleaved or empty).
+
+    Dims of size 1 in the box may have any stride: they fix one coordinate, which the offset already holds.
+    """
+    if region.numel == 0:
+        return None
+    steps = contiguous_strides(region.local_shape)
+    bounds: list[tuple[int, int]] = []
+    rest = region.offset
+    for step, size in zip(steps, region.local_shape, strict=True):
+        start, rest = divmod(rest, step)
+        if start >= size:
+            return None
+        bounds.append((start, start + 1))
+    for size, stride in zip(region.shape, region.strides, strict=True):
+        if size == 1:
+            continue
+        # A parameter's dim of size 1 has the stride of the dim after it; the sized one is meant.
+        dims = [dim for dim, step in enumerate(steps) if step == stride and region.local_shape[dim] > 1]
+        if not dims:
+            return None
+        start, stop = bounds[dims[0]]
+        if stop != start + 1 or start + size > region.local_shape[dims[0]]:
+            return None
+        bounds[dims[0]] = (start, start + size)
+    return tuple(bounds)
+
+
+def overlapping_pairs(boxes: Sequence[Box]) -> Iterable[tuple[int, int]]:
+    """Index pairs of boxes that intersect, by a sweep along the first dim."""
+    order = sorted(range(len(boxes)), key=lambda index: boxes[index][:1])
+    active: list[int] = []
+    for index in order:
+        box = boxes[index]
+        if box:
+            active = [other for other in active if boxes[other][0][1] > box[0][0]]
+        for other in active:
+            if overlap(boxes[other], box) is not None:
+                yield (other, index)
+        active.append(index)

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# GRPO on a tiny model, CPU only, for trying out a cluster. Needs the model of scripts/quickstart.sh.
+#SBATCH --job-name=grpo_tiny
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
+#SBATCH --time=00:30:00
+#SBATCH --output=slurm-%x-%j.log
+#SBATCH --open-mode=append
+COMMAND=train PRESET=grpo_tiny
+here=${MEGARL_HOME:-${SLURM_SUBMIT_DIR:-}}
+[[ -n $here && -z ${DRY_RUN:-} ]] || here=$(dirname "${BASH_SOURCE[0]}")/../..
+source "$here/scripts/slurm/ray_cluster.sh"

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import configs_dir, load_sft, load_train, presets
+from megarl.config.schema import SftConfig, TrainConfig
+from megarl.config.schema.data import FileSource, GymSource
+from megarl.errors import ConfigError
+
+
+def violations(preset: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_train(preset, overrides)
+    return list(caught.value.violations)
+
+
+@pytest.mark.parametrize("path", sorted(configs_dir().glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_preset_binds_and_says_what_it_is(path: Path):
+    preset = next(p for p in presets() if p.path == path)
+    assert len(preset.description) > 20
+    if preset.command == "sft":
+        assert isinstance(load_sft(preset.name).config, SftConfig)
+    else:
+        assert isinstance(load_train(preset.name).config, TrainConfig)
+
+
+def test_the_presets_of_the_readme_exist():
+    wanted = {"sft_tiny", "grpo_tiny", "ppo_tiny", "grpo_smollm2", "grpo_7b", "ppo_7b", "grpo_70b"}
+    assert wanted <= {preset.name for preset in presets()}
+
+
+@pytest.mark.parametrize("name", ["grpo_7b", "ppo_7b", "grpo_70b"])
+def test_gpu_presets_use_every_gpu_they_ask_for(name: str):
+    config = load_train(name).config
+    gpus = config.cluster.num_nodes * config.cluster.gpus_per_node
+    assert config.actor.layout.world_size == gpus
+    assert config.rollout.replicas * config.rollout.tp == gpus
+
+
+def test_values_have_the_schema_types(train_yaml: str):
+    config = load_train(train_yaml, ["actor.optimizer.lr=1e-4", "rollout.sampling.stop_token_ids=[3,5]"]).config
+    assert config.actor.optimizer.lr == 1e-4
+    assert config.rollout.sampling.stop_token_ids == [3, 5]
+    assert isinstance(config.data.train[0], GymSource) and isinstance(config.data.train[1], FileSource)
+    assert config.data.train[1].path == "prompts.jsonl"
+
+
+def test_interpolation_reads_yaml_flags_and_defaults(train_yaml: str):
+    config = load_train(train_yaml).config
+    assert (config.model.path, config.run.dir) == ("models/mini", "runs/mini")
+    config = load_train(train_yaml, ["run.name=other", "data.max_prompt_tokens=${rollout.sampling.max_tokens}"]).config
+    assert (config.model.path, config.run.dir) == ("models/other", "runs/other")
+    assert config.data.max_prompt_tokens == config.rollout.sampling.max_tokens
+
+
+def test_overrides_in_hydras_grammar(train_yaml: str):
+    overrides = [
+        "run.steps=7",  # in the file
+        "run.seed=3",  # not in the file
+        "+checkpoint.keep=5",
+        "++checkpoint.at_end=false",
+        "~reward",
+        "~data.prompts_per_step",
+        "data.train=[{kind: reasoning_gym, task: countdown, options: {a: 1, b: [2]}}]",
+        "data.validation.0.size=9",
+        "actor.layout={tp: 2, pp: 1}",
+        "data.system_prompt='say \"x, y\" = z'",
+    ]
+    config = load_train(train_yaml, overrides).config
+    assert (config.run.steps, config.run.seed, config.checkpoint.keep, config.checkpoint.at_end) == (7, 3, 5, False)
+    assert config.reward.kind == "reasoning_gym" and config.data.prompts_per_step == 128
+    source = config.data.train[0]
+    assert isinstance(source, GymSource) and source.options == {"a": 1, "b": [2]}
+    held_out = config.data.validation[0]
+    assert isinstance(held_out, GymSource) and (held_out.size, held_out.seed) == (9, 2)
+    assert config.actor.layout.tp == 2
+    assert config.data.system_prompt == 'say "x, y" = z'
+
+
+def test_a_section_given_in_part_keeps_its_parents_defaults(train_yaml: str):
+    overrides = ["algorithm.advantage.kind=gae", "critic.optimizer.weight_decay=0.1"]
+    critic = load_train(train_yaml, overrides).config.critic
+    assert critic is not None
+    assert (critic.optimizer.lr, critic.optimizer.weight_decay) == (1e-5, 0.1)
+
+
+def test_all_violations_are_reported_at_once(train_yaml: str):
+    found = violations(
+        train_yaml,
+        "run.stepz=7",
+        "lr=3",
+        "data.train.0.size=many",
+        "data.train.1.kind=csv",
+        "data.validation.0.task=null",
+        "actor.layout.tp=0",
+        "cluster.device=gpu",
+        "run.dir=${run.nam}",
+        "logging=3",
+        "rollout.sampling.stop_token_ids=[1,a]",
+        "algorithm.minibatch_size=3",
+        "algorithm.kl.coef=0.5",
+    )
+    keys = [line.partition(":")[0] for line in found]
+    assert sorted(keys) == sorted(
+        [
+            "run.dir", "run.stepz", "lr", "data.train.0.size", "data.train.1.kind", "data.validation.0.task",
+            "actor.layout.tp", "cluster.device", "logging", "rollout.sampling.stop_token_ids.1",
+            "algorithm.minibatch_size", "algorithm.kl.coef",
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.stepz=7", "run.stepz: unknown key; did you mean run.steps? (command line: run.stepz=7)"),
+        ("optimiser=7", "optimiser: unknown key; known here: run, cluster, model"),
+        ("actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr or critic.optimizer.lr?"),
+        ("run.steps=0", "run.steps: expected integer >= 1, found 0 (command line: run.steps=0)"),
+        ("run.steps=true", "run.steps: expected integer >= 1, found true"),
+        ("run.steps=2.5", "run.steps: expected integer >= 1, found 2.5"),
+        ("run.steps='\"4\"'", "run.steps: expected integer >= 1, found"),
+        ("run.name=7", "run.name: expected string, found 7; for the text quote it twice"),
+        ("checkpoint.at_end=1", "checkpoint.at_end: expected true or false, found 1"),
+        ("cluster.device=gpu", "cluster.device: expected one of cpu, cuda, found 'gpu'"),
+        ("actor.optimizer.lr=nan", "actor.optimizer.lr: expected number > 0, found nan"),
+        ("actor=3", "actor: expected section (ActorConfig), found 3"),
+        ("data.train=[]", "data.train: expected list of section (FileSource) or section (GymSource) length >= 1"),
+        ("data.train.0.kind=csv", "data.train.0.kind: expected one of file, reasoning_gym, found 'csv'"),
+        ("model.path=???", "model.path: required"),
+        ("run.dir=${nowhere}", "run.dir: Interpolation key 'nowhere' not found (command line: run.dir=${nowhere})"),
+        ("model={}", None),
+    ],
+)
+def test_a_violation_names_key_expectation_finding_and_origin(train_yaml: str, override: str, expected: str | None):
+    if expected is None:  # an empty mapping merges with the file's section
+        assert load_train(train_yaml, [override]).config.model.path == "models/mini"
+        return
+    assert expected in violations(train_yaml, override)[0]
+    assert len(violations(train_yaml, override)) == 1
+
+
+def test_a_violation_in_a_file_names_its_line(tmp_path: Path, train_yaml: str):
+    path = Path(train_yaml)
+    path.write_text(path.read_text(encoding="utf-8").replace("steps: 4", "stebs: 4"), encoding="utf-8")
+    assert violations(train_yaml) == [f"run.stebs: unknown key; did you mean run.steps? ({path}:4)"]
+
+
+def test_a_required_key_that_is_missing_points_to_its_section(train_yaml: str):
+    path = Path(train_yaml)
+    path.write_text(path.read_text(encoding="utf-8").replace("task: chain_sum", "tusk: chain_sum"), encoding="utf-8")
+    found = violations(train_yaml)
+    assert f"data.train.0.task: required (string) but not set ({path}:12); is tusk meant for it?" in found
+    assert f"data.train.0.tusk: unknown key; did you mean data.train.0.task? ({path}:12)" in found
+
+
+def test_rules_stay_silent_about_a_key_that_is_already_broken(train_yaml: str):
+    found = violations(train_yaml, "actor.layout.tp=zwei", "actor.layout.sequence_parallel=true")
+    assert found == ["actor.layout.tp: expected integer >= 1, found 'zwei' (command line: actor.layout.tp=zwei)"]
+
+
+def test_a_users_file_may_build_on_a_preset(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("defaults: [grpo_7b, _self_]\nrun: {name: mine}\nactor: {optimizer: {lr: 2e-6}}\n", encoding="utf-8")
+    loaded = load_train(str(path), ["run.steps=9"])
+    assert loaded.config.cluster.gpus_per_node == 8 and loaded.config.run.name == "mine"
+    assert loaded.config.actor.optimizer.lr == 2e-6
+    assert str(loaded.origins.of("actor.optimizer.lr")) == f"{path}:3"
+    assert "configs/grpo_7b.yaml:" in str(loaded.origins.of("actor.layout.tp"))
+
+
+def test_config_groups_of_a_users_directory(tmp_path: Path, train_yaml: str):
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "two.yaml").write_text("layout: {tp: 2}\n", encoding="utf-8")
+    (tmp_path / "actor" / "four.yaml").write_text("layout:\n  tp: 4\n", encoding="utf-8")
+    path = tmp_path / "grouped.yaml"
+    path.write_text("defaults: [mini, actor: two, _self_]\n", encoding="utf-8")
+    assert load_train(str(path)).config.actor.layout.tp == 2
+    loaded = load_train(str(path), ["actor=four"])
+    assert loaded.config.actor.layout.tp == 4
+    assert str(loaded.origins.of("actor.layout.tp")).endswith("actor/four.yaml:2")
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("grpo_tyny", "did you mean grpo_tiny?"),
+        ("nowhere/x.yaml", "no configuration file nowhere/x.yaml"),
+        ("./x.yml", "ends in .yaml"),
+    ],
+)
+def test_a_preset_that_does_not_exist(preset: str, message: str):
+    with pytest.raises(ConfigError, match=r".") as caught:
+        load_train(preset)
+    assert message in str(caught.value)
+
+
+def test_broken_yaml_names_file_and_line(tmp_path: Path):
+    path = tmp_path / "broken.yaml"
+    path.write_text("run:\n  name: x\n  - y\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_train(str(path))
+    assert f"{path}:3" in str(caught.value)
+
+
+def test_a_key_written_twice_is_refused(train_yaml: str):
+    path = Path(train_yaml)
+    path.write_text(path.read_text(encoding="utf-8") + "run: {name: again}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="duplicate key run"):
+        load_train(train_yaml)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps", "run.steps: not an override"),
+        ("run.name='open", "not an override"),
+        ("run.steps=1,2", "for a list write run.steps=[a,b]"),
+        ("hydra.run.dir=x", "Hydra's own settings are not used"),
+    ],
+)
+def test_an_override_that_cannot_be_read(train_yaml: str, override: str, message: str):
+    found = violations(train_yaml, override, "also wrong")
+    assert message in found[0] and "also wrong" in found[1]
+
+
+def test_deleting_what_nothing_set_is_an_error(train_yaml: str):
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        load_train(train_yaml, ["~run.seed"])
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        load_train(train_yaml, ["~data.train.0"])
+
+
+def test_sft_has_its_own_root(sft_yaml: str, train_yaml: str):
+    assert load_sft(sft_yaml, ["data.sequences_per_step=3"]).config.data.sequences_per_step == 3
+    with pytest.raises(ConfigError, match=r"rollout: unknown key"):
+        load_sft(train_yaml)
+
+
+def test_loading_leaves_no_global_state_behind(train_yaml: str):
+    from hydra.core.global_hydra import GlobalHydra
+
+    load_train(train_yaml)
+    assert not GlobalHydra.instance().is_initialized()

@@ -1,0 +1,314 @@
+"""Each rule with a configuration that breaks it and one that keeps it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.effect import RULE, SWITCHES
+from megarl.config.load import load_sft, load_train
+from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES
+from megarl.errors import ConfigError
+
+GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
+CRITIC = ["algorithm.advantage.kind=gae", "+critic.warmup_steps=0"]
+LINEAR = "actor.optimizer.schedule.kind=linear"
+NORM = "algorithm.policy_loss.aggregation=seq-mean-token-sum-norm"
+
+# rule -> (first key of the message, overrides that break it, overrides that keep it)
+TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
+    "sequence_parallel_needs_tp": [
+        (
+            "actor.layout.sequence_parallel",
+            ["actor.layout.sequence_parallel=true"],
+            ["actor.layout.sequence_parallel=true", "actor.layout.tp=2"],
+        ),
+        (
+            "critic.layout.sequence_parallel",
+            [*CRITIC, "critic.layout.sequence_parallel=true"],
+            [*CRITIC, "critic.layout.sequence_parallel=true", "critic.layout.tp=2"],
+        ),
+    ],
+    "uneven_stages_need_pipeline": [
+        (
+            "actor.layout.num_layers_in_first_stage",
+            ["actor.layout.num_layers_in_first_stage=1"],
+            ["actor.layout.num_layers_in_first_stage=1", "actor.layout.pp=2"],
+        )
+    ],
+    "decay_has_an_end": [
+        ("actor.optimizer.schedule.decay_steps", [LINEAR], [LINEAR, "actor.optimizer.schedule.decay_steps=9"]),
+        (
+            "actor.optimizer.schedule.decay_steps",
+            [LINEAR, "actor.optimizer.schedule.decay_steps=5", "actor.optimizer.schedule.warmup_steps=5"],
+            [LINEAR, "actor.optimizer.schedule.decay_steps=6", "actor.optimizer.schedule.warmup_steps=5"],
+        ),
+        (
+            "actor.optimizer.schedule.min_lr",
+            [LINEAR, "actor.optimizer.schedule.decay_steps=9", "actor.optimizer.schedule.min_lr=1"],
+            [LINEAR, "actor.optimizer.schedule.decay_steps=9", "actor.optimizer.schedule.min_lr=1e-7"],
+        ),
+    ],
+    "microbatch_holds_longest_sequence": [
+        ("actor.engine.microbatch_tokens", ["actor.engine.microbatch_tokens=2047"], ["actor.engine.microbatch_tokens=2048"]),
+        (
+            "actor.engine.inference_microbatch_tokens",
+            ["actor.engine.inference_microbatch_tokens=2047"],
+            ["actor.engine.inference_microbatch_tokens=2048"],
+        ),
+    ],
+    "device_has_its_gpus": [
+        ("cluster.gpus_per_node", ["cluster.gpus_per_node=1"], []),
+        ("cluster.gpus_per_node", ["cluster.device=cuda"], GPU),
+    ],
+    "roles_fit_the_cluster": [
+        ("cluster.num_nodes", [*GPU, "actor.layout.dp=9", "data.prompts_per_step=9"], [*GPU, "actor.layout.dp=8"]),
+        ("cluster.num_nodes", [*GPU, "rollout.replicas=9"], [*GPU, "rollout.replicas=8"]),
+        (
+            "cluster.num_nodes",
+            [*GPU, "cluster.placement=split", "actor.layout.tp=4", "rollout.replicas=5"],
+            [*GPU, "cluster.placement=split", "actor.layout.tp=4", "rollout.replicas=4"],
+        ),
+        (
+            "cluster.num_nodes",
+            [*GPU, *CRITIC, "cluster.placement=split", "critic.layout.tp=4", "rollout.replicas=5"],
+            [*GPU, *CRITIC, "cluster.placement=split", "critic.layout.tp=4", "rollout.replicas=5", "cluster.num_nodes=2"],
+        ),
+    ],
+    "held_out_is_held_out": [
+        ("data.validation.0.seed", ["data.validation.0.seed=1"], ["data.validation.0.seed=3"]),
+        (
+            "data.validation.0.path",
+            ["data.validation=[{path: prompts.jsonl, answer_column: a}]"],
+            ["data.validation=[{path: other.jsonl, answer_column: a}]"],
+        ),
+    ],
+    "group_estimator_needs_group": [
+        ("rollout.samples_per_prompt", ["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", *CRITIC])
+    ],
+    "critic_matches_estimator": [
+        ("critic", ["algorithm.advantage.kind=gae"], CRITIC),
+        ("critic", ["+critic.warmup_steps=0"], ["+critic.warmup_steps=0", "algorithm.advantage.kind='mine:estimate'"]),
+    ],
+    "minibatch_divides_batch": [
+        ("algorithm.minibatch_size", ["algorithm.minibatch_size=3"], ["algorithm.minibatch_size=4"]),
+        ("critic.minibatch_size", [*CRITIC, "critic.minibatch_size=3"], [*CRITIC, "critic.minibatch_size=2"]),
+    ],
+    "minibatch_feeds_every_rank": [
+        (
+            "algorithm.minibatch_size",
+            ["algorithm.minibatch_size=2", "actor.layout.dp=4"],
+            ["algorithm.minibatch_size=4", "actor.layout.dp=4"],
+        ),
+        ("algorithm.minibatch_size", ["actor.layout.dp=9"], ["actor.layout.dp=8"]),
+        (
+            "critic.minibatch_size",
+            [*CRITIC, "critic.minibatch_size=2", "critic.layout.dp=4"],
+            [*CRITIC, "critic.minibatch_size=4", "critic.layout.dp=4"],
+        ),
+        (
+            "algorithm.minibatch_size",
+            [*CRITIC, "algorithm.minibatch_size=2", "critic.layout.dp=4"],
+            [*CRITIC, "algorithm.minibatch_size=2", "critic.minibatch_size=8", "critic.layout.dp=4"],
+        ),
+    ],
+    "kl_has_weight": [
+        (
+            "algorithm.kl.coef",
+            ["algorithm.kl.where=loss", "algorithm.kl.coef=0"],
+            ["algorithm.kl.where=loss", "algorithm.kl.coef=0.1"],
+        )
+    ],
+    "adaptive_kl_is_in_reward": [
+        (
+            "algorithm.kl.adaptive",
+            ["algorithm.kl.where=loss", "algorithm.kl.adaptive=true"],
+            ["algorithm.kl.where=reward", "algorithm.kl.adaptive=true"],
+        )
+    ],
+    "reward_kl_has_no_gradient": [
+        (
+            "algorithm.kl.estimator",
+            ["algorithm.kl.where=reward", "algorithm.kl.estimator=k3+"],
+            ["algorithm.kl.where=loss", "algorithm.kl.estimator=k3+"],
+        )
+    ],
+    "bypass_needs_full_softmax": [
+        (
+            "rollout.sampling.top_p",
+            ["algorithm.old_log_probs=bypass", "rollout.sampling.top_p=0.9"],
+            ["algorithm.old_log_probs=bypass"],
+        ),
+        (
+            "rollout.sampling.top_k",
+            ["algorithm.old_log_probs=bypass", "rollout.sampling.top_k=20"],
+            ["rollout.sampling.top_k=20"],
+        ),
+        (
+            "rollout.sampling.min_p",
+            ["algorithm.old_log_probs=bypass", "rollout.sampling.min_p=0.1"],
+            ["rollout.sampling.min_p=0.1"],
+        ),
+    ],
+    "norm_needs_length": [
+        ("algorithm.policy_loss.aggregation_length", [NORM], [NORM, "algorithm.policy_loss.aggregation_length=64"])
+    ],
+    "training_samples": [
+        (
+            "rollout.sampling.temperature",
+            ["rollout.sampling.temperature=0"],
+            ["rollout.sampling.temperature=0.5", "validation.temperature=0"],
+        )
+    ],
+    "model_len_holds_longest_sequence": [
+        ("rollout.max_model_len", ["rollout.max_model_len=2047"], ["rollout.max_model_len=2048"])
+    ],
+    "engine_fits_a_node": [
+        (
+            "rollout.tp",
+            [*GPU, "cluster.num_nodes=2", "rollout.tp=3", "rollout.replicas=3"],
+            [*GPU, "cluster.num_nodes=2", "rollout.tp=3", "rollout.replicas=2"],
+        ),
+        ("rollout.tp", [*GPU, "cluster.num_nodes=2", "rollout.tp=16"], [*GPU, "cluster.num_nodes=2", "rollout.tp=8"]),
+    ],
+    "validation_needs_data": [
+        (
+            "data.validation",
+            ["data.validation=[]"],
+            ["data.validation=[]", "validation.at_start=false", "validation.at_end=false"],
+        )
+    ],
+    "reward_is_complete": [
+        ("reward.path", ["reward.kind=function"], ["reward.kind=function", "reward.path='a.py:score'"]),
+        ("reward.path", ["reward.kind=function", "reward.path=a.py"], ["reward.kind=function", "reward.path='a:b'"]),
+        ("reward.pattern", ["reward.kind=regex"], ["reward.kind=regex", "reward.pattern='^a$'"]),
+        ("reward.pattern", ["reward.pattern='(a'"], ["reward.pattern='(a)'"]),
+    ],
+    "reward_finds_its_answer": [
+        ("reward.kind", ["reward.kind=reasoning_gym"], ["reward.kind=reasoning_gym", "data.train=${data.validation}",
+                                                        "data.train.0.seed=5"]),
+        ("data.train.1.answer_column", ["data.train.1.answer_column=null"], ["data.train.1.answer_column=solution"]),
+    ],
+    "warmup_ends": [
+        ("critic.warmup_steps", [*CRITIC, "critic.warmup_steps=4"], [*CRITIC, "critic.warmup_steps=3"]),
+    ],
+}  # fmt: skip
+
+SFT_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
+    "sequences_feed_every_rank": [
+        (
+            "data.sequences_per_step",
+            ["data.sequences_per_step=2", "actor.layout.dp=4"],
+            ["data.sequences_per_step=4", "actor.layout.dp=4"],
+        )
+    ],
+    "evaluation_needs_data": [
+        (
+            "data.validation",
+            ["eval_every_steps=5"],
+            ["eval_every_steps=5", "data.validation=[{kind: reasoning_gym, task: chain_sum, seed: 9}]"],
+        )
+    ],
+    "microbatch_holds_longest_sequence": [
+        ("actor.engine.microbatch_tokens", ["data.max_tokens=16385"], ["data.max_tokens=16384"])
+    ],
+    "held_out_is_held_out": [
+        (
+            "data.validation.0.seed",
+            ["data.validation=[{kind: reasoning_gym, task: chain_sum}]"],
+            ["data.validation=[{kind: reasoning_gym, task: chain_sum, options: {max_terms: 3}}]"],
+        )
+    ],
+}
+
+
+def flat(cases: dict[str, list[tuple[str, list[str], list[str]]]]) -> list[tuple[str, str, list[str], list[str]]]:
+    return [(rule, *case) for rule, rows in cases.items() for case in rows]
+
+
+def test_every_rule_has_a_case():
+    assert {rule.__name__ for rule in (*TRAIN_RULES, *COMMON_RULES)} == set(TRAIN_CASES)
+    assert {rule.__name__ for rule in SFT_RULES} <= set(SFT_CASES)
+
+
+def test_every_rule_says_why():
+    for rule in (*TRAIN_RULES, *COMMON_RULES, *SFT_RULES):
+        assert rule.__doc__, rule.__name__
+
+
+@pytest.mark.parametrize(("rule", "key", "breaks", "keeps"), flat(TRAIN_CASES))
+def test_train_rule(train_yaml: str, rule: str, key: str, breaks: list[str], keeps: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        load_train(train_yaml, breaks)
+    mine = [line for line in caught.value.violations if line.endswith(f"[rule {rule}]")]
+    assert mine and mine[0].startswith(f"{key}: expected ")
+    load_train(train_yaml, keeps)
+
+
+@pytest.mark.parametrize(("rule", "key", "breaks", "keeps"), flat(SFT_CASES))
+def test_sft_rule(sft_yaml: str, rule: str, key: str, breaks: list[str], keeps: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        load_sft(sft_yaml, breaks)
+    assert [line for line in caught.value.violations if line.endswith(f"[rule {rule}]") and line.startswith(key)]
+    load_sft(sft_yaml, keeps)
+
+
+def test_a_breach_shows_values_and_origins_of_all_its_keys(train_yaml: str):
+    with pytest.raises(ConfigError) as caught:
+        load_train(train_yaml, ["algorithm.minibatch_size=3"])
+    assert caught.value.violations == (
+        "algorithm.minibatch_size: expected a divisor of the 8 responses of a step, found "
+        "algorithm.minibatch_size=3 (command line: algorithm.minibatch_size=3), "
+        f"data.prompts_per_step=4 ({train_yaml}:19), rollout.samples_per_prompt=2 ({train_yaml}:21) "
+        "[rule minibatch_divides_batch]",
+    )
+
+
+# key and value, and the override that gives it an effect
+EFFECT_CASES = {
+    "actor.optimizer.schedule.decay_steps": ("5", [LINEAR]),
+    "actor.optimizer.schedule.min_lr": ("1e-8", [LINEAR, "actor.optimizer.schedule.decay_steps=5"]),
+    "actor.engine.offload": ("true", GPU),
+    "critic.optimizer.schedule.decay_steps": ("5", ["critic.optimizer.schedule.kind=cosine"]),
+    "critic.optimizer.schedule.min_lr": (
+        "1e-8",
+        ["critic.optimizer.schedule.kind=cosine", "critic.optimizer.schedule.decay_steps=5"],
+    ),
+    "critic.engine.offload": ("true", GPU),
+    "algorithm.kl.coef": ("0.1", ["algorithm.kl.where=loss"]),
+    "algorithm.kl.estimator": ("k1", ["algorithm.kl.where=reward"]),
+    "algorithm.kl.target": ("3", ["algorithm.kl.where=reward", "algorithm.kl.adaptive=true"]),
+    "algorithm.kl.horizon": ("3", ["algorithm.kl.where=reward", "algorithm.kl.adaptive=true"]),
+    "algorithm.policy_loss.aggregation_length": ("8", [NORM]),
+    "algorithm.advantage.lam": ("0.9", CRITIC),
+    "algorithm.advantage.bootstrap_truncated": ("true", CRITIC),
+    "algorithm.advantage.norm_by_std": ("true", None),
+    "reward.path": ("'a:b'", ["reward.kind=function"]),
+    "reward.pattern": ("'^a'", None),
+    "rollout.gpu_memory_utilization": ("0.5", GPU),
+    "rollout.kv_cache_gib": ("2", None),
+    "rollout.threads_per_rank": ("2", None),
+}
+OFF = {  # keys that have an effect in the test configuration, and what takes it away
+    "algorithm.advantage.norm_by_std": CRITIC,
+    "reward.pattern": ["reward.kind=function", "reward.path='a:b'"],
+    "rollout.kv_cache_gib": GPU,
+    "rollout.threads_per_rank": GPU,
+}
+
+
+@pytest.mark.parametrize("key", [switch.key for switch in SWITCHES])
+def test_a_key_without_effect_is_refused(train_yaml: str, key: str):
+    value, on = EFFECT_CASES[key]
+    setup = CRITIC if key.startswith("critic.") else []
+    with pytest.raises(ConfigError) as caught:
+        load_train(train_yaml, [*setup, f"{key}={value}", *OFF.get(key, [])])
+    assert [line for line in caught.value.violations if line.startswith(key) and line.endswith(f"[rule {RULE}]")]
+    load_train(train_yaml, [*setup, f"{key}={value}", *(on or [])])
+
+
+def test_a_preset_does_not_stand_in_the_way_of_switching_off():
+    loaded = load_train("grpo_7b", ["algorithm.kl.where=loss", "algorithm.kl.coef=0.01"])
+    assert loaded.config.algorithm.kl.coef == 0.01
+    load_train("ppo_7b", ["algorithm.kl.where=none"])  # the preset sets the estimator
+    with pytest.raises(ConfigError, match="key_has_effect"):
+        load_train("ppo_7b", ["algorithm.kl.where=none", "algorithm.kl.coef=0.1"])

@@ -1,0 +1,68 @@
+"""What Slurm is asked and told, as data."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.errors import SetupError
+from megarl.launch import slurm
+from megarl.launch.slurm import Allocation, from_environment, from_script, srun
+
+VARIABLES = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "grpo_70b",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURMD_NODENAME": "n2",
+    "SLURM_CPUS_ON_NODE": "96",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_RESTART_COUNT": "2",
+}
+
+
+@pytest.fixture(autouse=True)
+def three_nodes(monkeypatch):
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: ("n1", "n2", "n3"))
+
+
+def test_the_batch_node_is_the_head():
+    allocation = from_environment(VARIABLES)
+    assert allocation == Allocation(4711, "grpo_70b", ("n2", "n1", "n3"), cpus=96, gpus=8, restarts=2)
+    assert (allocation.head, allocation.workers) == ("n2", ("n1", "n3"))
+
+
+@pytest.mark.parametrize(("value", "gpus"), [("8", 8), ("h100:4", 4), (None, 0)])
+def test_gpus_without_slurms_count_come_from_the_request(value, gpus):
+    variables = {k: v for k, v in VARIABLES.items() if k != "SLURM_GPUS_ON_NODE"}
+    assert from_environment(variables | ({"SLURM_GPUS_PER_NODE": value} if value else {})).gpus == gpus
+
+
+def test_outside_a_job_the_fix_is_named():
+    with pytest.raises(SetupError, match="DRY_RUN=1"):
+        from_environment({})
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("--job-name=a --nodes=2 --cpus-per-task=4 --gpus-per-node=8", (2, 4, 8)),
+        ("--nodes=2-4 --gres=gpu:h100:4", (2, 1, 4)),
+        ("--nodes 3", (3, 1, 0)),
+    ],
+)
+def test_a_dry_run_reads_the_scripts_own_lines(tmp_path, lines, expected):
+    script = tmp_path / "job.sh"
+    words = lines.replace("--nodes 3", "--nodes=3").split() if "=" in lines else [lines]
+    script.write_text("#!/bin/bash\n" + "".join(f"#SBATCH {word}\n" for word in words))
+    allocation = from_script(script)
+    assert (len(allocation.nodes), allocation.cpus, allocation.gpus) == expected
+
+
+def test_one_srun_covers_all_workers():
+    command = srun(["n1", "n3"], ["hostname"], cpus=4, log="x-%N.log")
+    assert command[0] == "srun"
+    assert command[-1] == "hostname"
+    assert {"--nodes=2", "--ntasks=2", "--nodelist=n1,n3", "--overlap", "--kill-on-bad-exit=1"} <= set(command)
+
+
+def test_pyxis_enters_its_container():
+    assert "--container-image=img.sqsh" in srun(["n1"], ["hostname"], cpus=1, log="x", container="img.sqsh")

@@ -1,0 +1,76 @@
+"""Packing rows into microbatches, and results back to rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.data.batch import Batch, Ragged
+from megarl.errors import DataError
+from megarl.train.megatron.microbatch import build, by_row, plan_rows
+
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8]]
+RESPONSES = [[11, 12], [13, 14, 15], [], [16]]
+
+
+def make_batch() -> Batch:
+    prompts = Ragged.from_rows(PROMPTS, dtype=torch.int64)
+    return Batch.create(prompts=prompts, responses=Ragged.from_rows(RESPONSES, dtype=torch.int64))
+
+
+def test_a_response_token_is_predicted_one_position_before_it():
+    microbatch = build(make_batch(), [1, 0])
+    tokens = microbatch.tokens[0].tolist()
+    assert tokens == [4, 13, 14, 15, 1, 2, 3, 11, 12]
+    assert microbatch.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert microbatch.cu_seqlens.tolist() == [0, 4, 9]
+    assert microbatch.max_seqlen == 5
+    assert microbatch.targets.tolist() == [13, 14, 15, 11, 12]
+    assert [tokens[position + 1] for position in microbatch.positions.tolist()] == microbatch.targets.tolist()
+
+
+def test_padding_is_a_sequence_of_its_own_and_no_more_than_needed():
+    microbatch = build(make_batch(), [0, 3], multiple=4)
+    assert microbatch.num_tokens == 8
+    assert microbatch.cu_seqlens.tolist() == [0, 5, 8]
+    microbatch = build(make_batch(), [0, 1], multiple=4)
+    assert microbatch.num_tokens == 12
+    assert microbatch.cu_seqlens.tolist() == [0, 5, 9, 12]
+    assert microbatch.position_ids[0, -3:].tolist() == [0, 1, 2]
+
+
+def test_a_dummy_has_tokens_but_no_targets():
+    microbatch = build(make_batch(), [], multiple=2)
+    assert microbatch.num_tokens == 2
+    assert microbatch.cu_seqlens.tolist() == [0, 2]
+    assert len(microbatch.positions) == len(microbatch.targets) == len(microbatch.response_lengths) == 0
+
+
+def test_results_come_back_in_row_order():
+    batch = make_batch()
+    microbatches = [build(batch, [3, 1]), build(batch, [0])]
+    column = by_row([m.targets.float() for m in microbatches], microbatches, batch.response_lengths)
+    assert [row.tolist() for row in column.rows()] == [[float(t) for t in row] for row in RESPONSES]
+
+
+def test_every_row_is_planned_once_and_no_microbatch_exceeds_the_cap_with_its_padding():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 50, (200,), generator=generator)
+    rows = list(range(0, 200, 2))
+    (plan,) = plan_rows(lengths, [rows], 101, multiple=4, dp_group=None)
+    assert sorted(row for members in plan for row in members) == rows
+    assert all(-(-int(lengths[members].sum()) // 4) * 4 <= 101 for members in plan)
+
+
+def test_a_sequence_longer_than_the_cap_is_refused_before_anything_runs():
+    with pytest.raises(DataError, match="a sequence of 9 tokens does not fit a microbatch of 8 tokens"):
+        plan_rows(torch.tensor([3, 9]), [[0], [1]], 8, dp_group=None)
+
+
+def test_a_response_without_a_prompt_is_refused():
+    batch = Batch.create(
+        prompts=Ragged.from_rows([[1], []], dtype=torch.int64),
+        responses=Ragged.from_rows([[2], [3]], dtype=torch.int64),
+    )
+    with pytest.raises(DataError, match=r"without any prompt token.*row 1"):
+        build(batch, [0, 1])
