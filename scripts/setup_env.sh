@@ -88,6 +88,20 @@ install_torch() {
   pip_install "torch==2.13.0"
 }
 
+is_ready() {
+  local key
+  key=$(key_of requirements/*.txt setup.py)
+  [[ -x $venv/bin/python && -s $stamps/python ]] && done_with run "$key" && { [[ $level == run ]] || done_with test "$key"; }
+}
+if is_ready; then exit 0; fi
+
+# Two calls at once (tests beside a quick start) take turns; the second finds everything done.
+mkdir -p "$venv"
+if command -v flock >/dev/null; then
+  exec 9>"$venv/.lock"
+  flock -n 9 || { say "another call is installing; waiting for it"; flock 9; }
+fi
+
 [[ -x $venv/bin/python && -s $stamps/python ]] || make_venv
 
 uv_key=$(key_of)

@@ -1,8 +1,9 @@
 """Keys that were set and change nothing, because another key switches them off.
 
 "Nothing silent": a coefficient given with its penalty off is a mistake. But a preset's coefficient must not stand in
-the way of switching the penalty off on the command line. So a key is refused only if it was set by the same layer as
-its switch or a later one (`origin.py`, levels).
+the way of switching the penalty off on the command line, nor a file's beside the switch that it sets itself (a resolved
+configuration has both). So a key is refused if a later layer set it than its switch (`origin.py`, levels), or if both
+are on the command line.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.origin import Origins
+from megarl.config.origin import FLAG_LEVEL, Origins
 from megarl.config.rules import AnyConfig, Breach, lookup
 from megarl.config.schema import TrainConfig
 
@@ -79,11 +80,10 @@ def keys_without_effect(config: AnyConfig, origins: Origins) -> Iterator[Breach]
     for entry in SWITCHES:
         if not _present(config, entry.key):
             continue
-        level = origins.of(entry.key).level
+        level, switch_level = origins.of(entry.key).level, origins.of(entry.switch).level
+        later = level > switch_level or level == switch_level == FLAG_LEVEL
         inert = lookup(config, entry.key) in (None, False)
-        if level == 0 or inert or level < origins.of(entry.switch).level:
-            continue
-        if not entry.works(lookup(config, entry.switch)):
+        if later and not inert and not entry.works(lookup(config, entry.switch)):
             yield Breach((entry.key, entry.switch), f"{entry.when} (the key has no effect otherwise)", RULE)
 
 

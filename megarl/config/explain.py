@@ -63,8 +63,10 @@ def all_keys() -> str:
 def _unknown(key: str) -> ConfigError:
     known = list(dict.fromkeys(e.pattern for root in _ROOTS.values() for e in fields.walk(root)))
     last = key.rpartition(".")[2]
-    close = [k for k in known if k.rpartition(".")[2] == last] or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-    close = close or [k for k in known if difflib.SequenceMatcher(None, k.rpartition(".")[2], last).ratio() > 0.7]
+    names = {k.rpartition(".")[2] for k in known}
+    wanted = [last] if last in names else difflib.get_close_matches(last, names, n=2, cutoff=0.7)
+    close = [k for k in known if k.rpartition(".")[2] in wanted] or difflib.get_close_matches(key, known, n=3)
+    close.sort(key=lambda k: -difflib.SequenceMatcher(None, k, key).ratio())
     hint = f"did you mean {' or '.join(close[:4])}? " if close else ""
     return ConfigError(f"there is no key {key!r}", fix=f"{hint}`megarl explain` lists all keys")
 

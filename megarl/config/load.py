@@ -133,7 +133,7 @@ def _compose(preset: str, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
         mark = error.problem_mark
         where = f"{shown_path(Path(mark.name))}:{mark.line + 1}" if mark is not None else shown_path(path)
         raise ConfigError(f"not valid YAML: {error.problem}", where=where, fix="correct the file") from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         problem = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
         raise ConfigError(
@@ -183,6 +183,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             violations.append(f"command line: {text}: several values; for a list write {flag.key_or_group}=[a,b]")
         elif (flag.key_or_group or "").partition(".")[0] == "hydra":
             violations.append(f"command line: {text}: Hydra's own settings are not used; a run is placed by run.dir")
+        elif flag.is_delete() and (flag.key_or_group or "").rpartition(".")[2].isdigit():
+            violations.append(f"command line: {text}: no item can be taken out of a list; give the whole list")
         else:
             parsed.append(flag)
     if violations:

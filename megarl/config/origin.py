@@ -50,8 +50,9 @@ class Origins:
         return self._find(key, through_mappings=False)
 
     def near(self, key: str) -> Origin:
-        """Who wrote the innermost enclosing section; for keys that are missing."""
-        return self._find(key, through_mappings=True)
+        """Who set the key or something inside it, else who wrote the innermost section around it."""
+        inside = (origin for known, origin in self.entries.items() if known.startswith(f"{key}."))
+        return self.entries.get(key) or next(inside, None) or self._find(key, through_mappings=True)
 
     def _find(self, key: str, *, through_mappings: bool) -> Origin:
         if key in self.entries:

@@ -34,6 +34,10 @@ GROUP_ESTIMATORS = frozenset(
     }
 )
 """Registered estimators whose baseline is the response's group."""
+OTHER_ESTIMATORS = frozenset({"reinforce_plus_plus", "remax"})
+"""Registered estimators that need neither."""
+FIXED_AGGREGATION = {"gspo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+"""Policy losses that are defined for one aggregation only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +194,11 @@ def group_estimator_needs_group(config: TrainConfig) -> Iterator[Breach]:
 
 
 def critic_matches_estimator(config: TrainConfig) -> Iterator[Breach]:
-    """A critic is trained exactly where the estimator reads its values; your own estimator decides for itself."""
+    """A critic is trained exactly where the estimator reads its values; an estimator of your own decides for itself."""
     kind = config.algorithm.advantage.kind
     if kind in VALUE_ESTIMATORS and config.critic is None:
         yield Breach(("critic", "algorithm.advantage.kind"), f"a critic section for {kind}")
-    if kind not in VALUE_ESTIMATORS and ":" not in kind and config.critic is not None:
+    if kind in GROUP_ESTIMATORS | OTHER_ESTIMATORS and config.critic is not None:
         yield Breach(("critic", "algorithm.advantage.kind"), f"no critic for {kind} (remove it with ~critic)")
 
 
@@ -265,6 +269,14 @@ def norm_needs_length(config: TrainConfig) -> Iterator[Breach]:
         prefix = "algorithm.policy_loss"
         keys = (f"{prefix}.aggregation_length", f"{prefix}.aggregation")
         yield Breach(keys, "a length for seq-mean-token-sum-norm")
+
+
+def loss_fits_aggregation(config: TrainConfig) -> Iterator[Breach]:
+    """A loss of whole rows has no other mean than that over rows."""
+    loss = config.algorithm.policy_loss
+    fixed = FIXED_AGGREGATION.get(loss.kind)
+    if fixed is not None and loss.aggregation != fixed:
+        yield Breach(("algorithm.policy_loss.aggregation", "algorithm.policy_loss.kind"), f"{fixed} for {loss.kind}")
 
 
 def training_samples(config: TrainConfig) -> Iterator[Breach]:
@@ -370,6 +382,7 @@ TRAIN_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
     reward_kl_has_no_gradient,
     bypass_needs_full_softmax,
     norm_needs_length,
+    loss_fits_aggregation,
     training_samples,
     model_len_holds_longest_sequence,
     engine_fits_a_node,

@@ -77,7 +77,9 @@ def _line(root: type[StrictModel], detail: ErrorDetails, origins: Origins) -> st
         return f"{key}: unknown key{_suggestion(root, model, key)} ({origins.near(key)})"
     if kind == "missing":
         expected = fields.expectation(info) if info is not None else "a value"
-        return f"{key}: required ({expected}) but not set ({origins.near(key)}){_did_you_mean_sibling(value, key)}"
+        section = origins.near(key)
+        place = f" ({section})" if section.level else ""
+        return f"{key}: required ({expected}) but not set{place}{_did_you_mean_sibling(value, key)}"
     expected = fields.expectation(info) if info is not None else detail["msg"]
     if kind == "union_tag_invalid":
         key, expected = f"{key}.kind", f"one of {detail['ctx']['expected_tags']}".replace("'", "")

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import estimator
-from megarl.algorithms.kl import KlController, kl_penalty
-from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.algorithms.advantages import Estimator
+from megarl.algorithms.kl import KlController, penalized_rewards
+from megarl.config.schema.algorithm import KlConfig
 from megarl.data.batch import Batch, Ragged
-from megarl.observability.metrics import Last, Max, Mean, Metrics, Min
+from megarl.observability.metrics import Max, Mean, Metrics, Min
 
 
 def padded(batch: Batch, name: str, fill: float = 0.0) -> Tensor:
@@ -35,43 +35,38 @@ def to_column(values: Tensor, batch: Batch) -> Ragged:
     return Ragged.from_padded(values.to(torch.float32), batch.response_lengths)
 
 
-def token_rewards(batch: Batch, algorithm: AlgorithmConfig, kl: KlController) -> tuple[Batch, Metrics]:
+def token_rewards(batch: Batch, settings: KlConfig, kl: KlController) -> tuple[Batch, Metrics]:
     """Scores on the last token, less the KL penalty where it is part of the reward."""
     mask = response_mask(batch)
     scores = torch.zeros(mask.shape, dtype=torch.float32)
-    last_B = mask.shape[1] - 1 - mask.flip(1).int().argmax(1) if mask.shape[1] else torch.zeros(len(batch)).long()
-    has_tokens = mask.any(1)
-    rows = torch.arange(len(batch))[has_tokens]
-    scores[rows, last_B[has_tokens]] = batch.tensor("scores")[has_tokens]
+    rows = mask.any(1).nonzero()[:, 0]
+    scores[rows, batch.response_lengths[rows] - 1] = batch.tensor("scores")[rows]
     rewards, metrics = scores, score_metrics(batch)
-    if algorithm.kl.where == "reward":
-        penalty = kl_penalty(padded(batch, "old_log_probs"), padded(batch, "ref_log_probs"), mask, algorithm.kl.estimator)
-        rewards = scores - kl.coef * penalty
-        mean_kl = Mean(float(penalty.sum()), int(mask.sum()))
-        metrics["reward/kl"] = mean_kl
-        metrics["reward/kl_coef"] = Last(kl.coef)
-        if mean_kl.count:
-            kl.update(mean_kl.value(), len(batch))
+    if settings.where == "reward":
+        rewards, measured = penalized_rewards(
+            scores,
+            padded(batch, "old_log_probs"),
+            padded(batch, "ref_log_probs"),
+            mask,
+            coef=kl.value,
+            estimator=settings.estimator,
+        )
+        metrics |= measured
+        kl.update(measured["actor/reward_kl_penalty"].value(), len(batch))
     return (
         batch.add(token_level_scores=to_column(scores, batch), token_level_rewards=to_column(rewards, batch)),
         metrics,
     )
 
 
-def advantages(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, Metrics]:
+def advantages(batch: Batch, estimator: Estimator) -> tuple[Batch, Metrics]:
     """Advantages, and returns where the estimator has a critic."""
-    settings = algorithm.advantage
-    result = estimator(settings.kind)(
+    result = estimator(
         padded(batch, "token_level_rewards"),
         response_mask(batch),
         batch.tensor("group_id"),
         values=padded(batch, "values") if "values" in batch else None,
         truncated=torch.tensor([reason != "stop" for reason in batch["finish_reason"]]),
-        gamma=settings.gamma,
-        lam=settings.lam,
-        norm_by_std=settings.norm_by_std,
-        bootstrap_truncated=settings.bootstrap_truncated,
-        **settings.options,
     )
     batch = batch.add(advantages=to_column(result.advantages, batch))
     if result.returns is not None:

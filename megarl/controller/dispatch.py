@@ -10,6 +10,8 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from megarl.errors import MegarlError, WorkerError
 from megarl.observability.metrics import merge
 from megarl.observability.trace import current_phase
 from megarl.parallel.grid import ParallelLayout
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,8 +62,17 @@ def dispatch(*, split: Split = Split.BROADCAST, collect: Collect = Collect.ALL) 
     """Declare how a worker method is called on a group."""
 
     def declare(method: F) -> F:
-        method.__dispatch__ = Dispatch(split, collect)  # type: ignore[attr-defined]
-        return method
+        @functools.wraps(method)
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            # The process entry point: whatever ends the call, its traceback belongs into this rank's own log.
+            try:
+                return method(*args, **kwargs)
+            except Exception:
+                logger.exception("%s failed", method.__name__)
+                raise
+
+        entry.__dispatch__ = Dispatch(split, collect)  # type: ignore[attr-defined]
+        return entry  # type: ignore[return-value]
 
     return declare
 

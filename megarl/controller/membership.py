@@ -1,4 +1,4 @@
-"""``python -m megarl.controller.membership ADDRESS RESOURCE ...``: wait until every expected node is in the Ray cluster.
+"""``python -m megarl.controller.membership ADDRESS RESOURCE ...``: wait until every expected node is in the cluster.
 
 Each node announces itself by a custom resource of its own. It is a process of its own, so that the launcher neither
 becomes a Ray driver nor hangs with one.

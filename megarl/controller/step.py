@@ -57,9 +57,9 @@ def policy_step(roles: Roles, prompts: list[Prompt], config: TrainConfig, *, ste
         with span("values"):
             batch = batch.add(values=roles.critic.values(batch))
     with span("advantages"):
-        batch, seen = credit.token_rewards(batch, algorithm, roles.kl)
+        batch, seen = credit.token_rewards(batch, algorithm.kl, roles.kl)
         metrics.append(seen)
-        batch, seen = credit.advantages(batch, algorithm)
+        batch, seen = credit.advantages(batch, roles.estimator)
         metrics.append(seen)
     if roles.critic is not None:
         with span("update_critic"):

@@ -48,7 +48,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
     local = Path(directory)
     fix = "copy tokenizer.json and tokenizer_config.json of the model there"
-    if not local.is_dir() and (local.is_absolute() or local.parts[:1] in ((".",), ("..",)) or len(local.parts) > 2):
+    if not local.is_dir() and (str(directory).startswith((".", "/")) or len(local.parts) > 2):
         raise DataError("the model directory does not exist", where=str(local), fix="set model.path to one that does")
     if local.is_dir() and not any((local / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise DataError(f"no tokenizer; the directory holds {_listing(local)}", where=str(local), fix=fix)

@@ -1,7 +1,7 @@
 """``python -m megarl.launch``: what the scripts in scripts/slurm run inside a job.
 
-    python -m megarl.launch --script SCRIPT [--dry-run] train PRESET key=value ...
-    python -m megarl.launch --script SCRIPT [--dry-run] exec COMMAND ...         any command, for trying out a cluster
+python -m megarl.launch --script SCRIPT [--dry-run] train PRESET key=value ...
+python -m megarl.launch --script SCRIPT [--dry-run] exec COMMAND ...         any command, for trying out a cluster
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def main() -> int:
     args = parser.parse_args()
     args.name = args.name or env.text("SLURMD_NODENAME") or socket.gethostname()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {args.name}: %(message)s")
-    # Nodes that are one machine (tests) must not share a directory, since each removes its own at the end. Names of nodes
-    # can be long and socket paths are limited to 107 bytes: four digits of a checksum do.
+    # Nodes that are one machine (tests) must not share a directory, since each removes its own at the end. Names of
+    # nodes can be long and socket paths are limited to 107 bytes: four digits of a checksum do.
     args.temporary = args.temporary.with_name(f"{args.temporary.name}{zlib.crc32(args.name.encode()) & 0xFFFF:04x}")
 
     children = Children()

@@ -37,7 +37,7 @@ CLUSTER_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_request_timeout_seconds": "120",
-    # On SIGTERM a node would wait up to 30 s for its actors to leave; when the run is over there is nothing to wait for.
+    # On SIGTERM a node would wait up to 30 s for its actors to leave; a run that is over has nothing to wait for.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
 
@@ -95,7 +95,9 @@ def plan(allocation: Allocation, program: Program, *, settings: Mapping[str, str
     """
     kind, _, image = settings.get("MEGARL_ENV", "").partition(":")
     if kind not in ("", "apptainer", "pyxis") or bool(kind) != bool(image):
-        raise SetupError(f"MEGARL_ENV={kind}:{image} is not known", fix="use apptainer:IMAGE or pyxis:IMAGE, or unset it")
+        raise SetupError(
+            f"MEGARL_ENV={kind}:{image} is not known", fix="use apptainer:IMAGE or pyxis:IMAGE, or unset it"
+        )
     prefix = ["apptainer", "exec", *(["--nv"] if allocation.gpus else []), image] if kind == "apptainer" else []
     python = "python3" if kind else sys.executable
     if is_dry_run:
@@ -108,7 +110,7 @@ def plan(allocation: Allocation, program: Program, *, settings: Mapping[str, str
     logs = Path(settings.get("MEGARL_LOG_DIR", "runs/slurm")) / f"{allocation.job_name}-{attempt}"
     # Socket paths are limited to 107 bytes, and Ray appends 70 to this.
     mark = zlib.crc32(f"{allocation.job_name}-{attempt}".encode())
-    temporary = Path(settings.get("MEGARL_TMPDIR", "/tmp")) / f"mr{mark:08x}"  # noqa: S108
+    temporary = Path(settings.get("MEGARL_TMPDIR", "/tmp")) / f"mr{mark:08x}"
     cpus = allocation.cpus if program.slots is None else program.slots + 1
     node = [
         *prefix, python, "-m", "megarl.launch.node", f"--address={address}", f"--cpus={cpus}",
@@ -130,7 +132,9 @@ def plan(allocation: Allocation, program: Program, *, settings: Mapping[str, str
         logs=logs,
         head=here([*node, "--head", f"--name={allocation.head}"], str(logs / f"ray-{allocation.head}.log")),
         workers=tuple(
-            slurm.srun(allocation.workers, node, cpus=allocation.cpus, log=str(logs / "ray-%N.log"), container=container)
+            slurm.srun(
+                allocation.workers, node, cpus=allocation.cpus, log=str(logs / "ray-%N.log"), container=container
+            )
         )
         if allocation.workers
         else None,
@@ -166,7 +170,12 @@ def run(plan: Plan, environment: Mapping[str, str], *, grace_s: float = 20.0) ->
     children = Children()
     # Until the driver runs, a signal has nobody to go to: it ends the launch.
     children.forward([signal.SIGTERM, signal.SIGINT], None)
-    variables = {**environment, **CLUSTER_SETTINGS, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_ADDRESS": plan.address}
+    variables = {
+        **environment,
+        **CLUSTER_SETTINGS,
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ADDRESS": plan.address,
+    }
     try:
         head_log = plan.logs / f"ray-{plan.allocation.head}.log"
         nodes = [children.start("head", plan.head, environment=variables, log=head_log)]

@@ -89,7 +89,11 @@ def _gpus(variables: Mapping[str, str]) -> int:
 
 
 def from_script(script: Path) -> Allocation:
-    """The allocation a script's ``#SBATCH`` lines ask for, with made-up node names. Raises SetupError without a script."""
+    """The allocation a script's ``#SBATCH`` lines ask for, with made-up node names.
+
+    Raises:
+        SetupError: the script cannot be read.
+    """
     try:
         text = script.read_text(encoding="utf-8")
     except OSError as error:
@@ -109,7 +113,9 @@ def from_script(script: Path) -> Allocation:
     )
 
 
-def srun(nodes: Sequence[str], command: Sequence[str], *, cpus: int, log: str, container: str | None = None) -> list[str]:
+def srun(
+    nodes: Sequence[str], command: Sequence[str], *, cpus: int, log: str, container: str | None = None
+) -> list[str]:
     """One step with one task on each of the nodes.
 
     Args:

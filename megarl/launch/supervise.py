@@ -84,7 +84,7 @@ class Children:
             signal.signal(number, handler)
 
     def first_exit(self, children: Sequence[Child], *, deadline_s: float | None = None) -> Child | None:
-        """Wait until one of the children ends; None when the deadline passes or a signal comes with no child running."""
+        """Wait until one of the children ends; None when the deadline passes first."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
             for child in children:

@@ -130,7 +130,7 @@ def tokenizer_files() -> dict[str, dict[str, Any]]:
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *_byte_characters()))}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "trim_offsets": True}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.platform import env
 from megarl.platform.device import LayerImplementation, MemoryUse
 from megarl.platform.packages import import_megatron
 
@@ -298,6 +299,8 @@ def adapt_megatron(*, without: Iterable[str] = ()) -> None:
     Raises:
         SetupError: Megatron-Core is missing, or a package beside it breaks it.
     """
+    # Megatron-Core warns at every layer's first forward where it is not set; on CPU it means nothing.
+    env.set_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     import_megatron()
     skipped = frozenset(without)
     for adaptation in ADAPTATIONS:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata, util
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def import_megatron(modules: Iterable[str] = MEGATRON_MODULES) -> None:
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
+            # Of all packages: Megatron-Core's decorators make torch import parts of itself that it deprecates.
             warnings.simplefilter("ignore")
             for module in modules:
                 importlib.import_module(module)
@@ -82,6 +84,17 @@ def import_megatron(modules: Iterable[str] = MEGATRON_MODULES) -> None:
         logging.disable(previous)
     # 0.19 logs at every construction that GPTModel is deprecated; 0.16 has nothing else.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+
+
+@contextmanager
+def megatron_quiet() -> Iterator[None]:
+    """Within it, warnings that Megatron-Core itself gives are dropped; those of other packages are not.
+
+    For constructing its objects: it warns about the defaults of options that megarl does not set.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        yield
 
 
 def _version(distribution: str) -> str | None:

@@ -79,7 +79,9 @@ def test_a_library_is_used_behind_its_door(path):
     assert violations_of_doors(path) == []
 
 
-@pytest.mark.parametrize("path", [path for path in modules() if LAYERS.get(package_of(path) or "", 9) <= 3], ids=relative)
+@pytest.mark.parametrize(
+    "path", [path for path in modules() if LAYERS.get(package_of(path) or "", 9) <= 3], ids=relative
+)
 def test_layers_0_to_3_take_values_not_configuration(path):
     if package_of(path) == "config":
         return
@@ -116,7 +118,8 @@ class TestTheTestsThemselves:
         assert violations_of_layers(module("algorithms/kl.py", text))
 
     @pytest.mark.parametrize(
-        "text", ["from megarl.errors import DataError", "from megarl.algorithms import kl", "from . import kl", "import os"]
+        "text",
+        ["from megarl.errors import DataError", "from megarl.algorithms import kl", "from . import kl", "import os"],
     )
     def test_an_import_downwards_is_not(self, module, text):
         assert violations_of_layers(module("algorithms/registry.py", text)) == []

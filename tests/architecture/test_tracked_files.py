@@ -13,13 +13,22 @@ from tests.architecture.source import ROOT
 
 # Written in pieces so that this file passes its own test.
 PATTERNS = {
-    "an absolute path of one machine": re.compile(r"(?<![\w.$}/~-])/(?:ro" + r"ot|ho" + r"me|wo" + r"rk|Us" + r"ers)/\w"),
+    "an absolute path of one machine": re.compile(
+        r"(?<![\w.$}/~-])/(?:ro" + r"ot|ho" + r"me|wo" + r"rk|Us" + r"ers)/\w"
+    ),
     "a package host": re.compile(
-        r"\b(?:files\.python" + r"hosted|py" + r"pi\.org|pypi\.nvi" + r"dia|download\.py" + r"torch|registry\.np" + r"mjs"
+        r"\b(?:files\.python"
+        + r"hosted|py"
+        + r"pi\.org|pypi\.nvi"
+        + r"dia|download\.py"
+        + r"torch|registry\.np"
+        + r"mjs"
         r"|deb\.deb" + r"ian|index\.crates|proxy\.gol" + r"ang)",
     ),
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE " + r"KEY"),
-    "a token": re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|hf_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16}|sk-[A-Za-z0-9_-]{32,})"),
+    "a token": re.compile(
+        r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|hf_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16}|sk-[A-Za-z0-9_-]{32,})"
+    ),
 }
 MAX_BYTES = 1 << 20
 

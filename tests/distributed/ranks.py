@@ -16,6 +16,7 @@ server that has imported them (about 0.1 s each) and kept for the next test.
 - ``ranks(n).run(fn, *args, timeout_s=60, **kwargs)`` calls ``fn(rank, *args, **kwargs)`` on n processes. Arguments and
   results are pickled (tensors too: return small ones). Process groups and Megatron state are torn down after each call.
 - Without Megatron: ``rank.join()`` makes the default process group only.
+- On ranks, warnings that megarl's modules or tests give are errors; Megatron's and torch's are not.
 - An exception on a rank is raised here as RankError with rank and traceback; the rest of the ranks are then stopped, as
   they may wait for that rank in a collective, and fresh ones take the next call.
 - A call that does not return in time raises RankError naming the ranks that did not, each with its Python stack.
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -215,6 +217,7 @@ class Ranks:
 def _serve(pipe: Connection, stack_file: str) -> None:
     """Run what arrives until the other end closes."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", module=r"(megarl|tests)\b")
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGTERM, file=stacks, all_threads=False)
         while True:

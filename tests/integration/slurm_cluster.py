@@ -41,7 +41,8 @@ JobRequeue=1
 GresTypes=gpu
 KillWait=10
 SlurmdParameters=config_overrides
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} RealMemory=4000 Gres=gpu:8
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} RealMemory=4000 \\
+  Gres=gpu:8
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
@@ -98,9 +99,15 @@ class SlurmCluster:
         first = _free_ports(self.nodes + 1)
         (self.root / "slurm.conf").write_text(
             CONFIGURATION.format(
-                host=socket.gethostname(), port=first, first=first + 1, last=first + self.nodes, nodes=self.nodes,
-                cpus=self.cpus, root=self.root, run=self.run_dir,
-            )  # fmt: skip
+                host=socket.gethostname(),
+                port=first,
+                first=first + 1,
+                last=first + self.nodes,
+                nodes=self.nodes,
+                cpus=self.cpus,
+                root=self.root,
+                run=self.run_dir,
+            )
         )
         names = [f"n{index}" for index in range(1, self.nodes + 1)]
         gres = "".join(f"NodeName={name} Name=gpu File={self.run_dir}/gpu[0-7]\n" for name in names)
@@ -132,7 +139,11 @@ class SlurmCluster:
 
     def __exit__(self, *unused: object) -> None:
         pids = []
-        for path in (*sorted(self.run_dir.glob("slurmd-*.pid")), self.run_dir / "slurmctld.pid", self.run_dir / "munged.pid"):
+        for path in (
+            *sorted(self.run_dir.glob("slurmd-*.pid")),
+            self.run_dir / "slurmctld.pid",
+            self.run_dir / "munged.pid",
+        ):
             if path.is_file() and (text := path.read_text().strip()):
                 pids.append(int(text))
         for pid in pids:

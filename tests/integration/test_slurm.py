@@ -103,7 +103,7 @@ def test_a_cancelled_job_leaves_no_process(slurm, script, tmp_path):
 
 
 def test_a_node_that_does_not_join_is_named(slurm, script, tmp_path):
-    text = script.read_text().replace("source ", "export MEGARL_JOIN_TIMEOUT_S=8\nPATH={0}:$PATH\nsource ".format(tmp_path))
+    text = script.read_text().replace("source ", f"export MEGARL_JOIN_TIMEOUT_S=8\nPATH={tmp_path}:$PATH\nsource ")
     script.write_text(text)
     # A worker step that starts nothing, as on a node whose file system hangs.
     (tmp_path / "srun").write_text("#!/bin/sh\nexec sleep 120\n")

@@ -12,7 +12,9 @@ from megarl import errors
 from megarl.errors import ConfigError, LayoutError, MegarlError, ModelError, WorkerError
 
 CLASSES = [
-    cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, MegarlError) and cls is not WorkerError
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, MegarlError) and cls is not WorkerError
 ]
 
 
@@ -21,7 +23,9 @@ def an_error(cls: type[MegarlError]) -> MegarlError:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("trip", [lambda error: pickle.loads(pickle.dumps(error)), copy.deepcopy], ids=["pickle", "copy"])
+@pytest.mark.parametrize(
+    "trip", [lambda error: pickle.loads(pickle.dumps(error)), copy.deepcopy], ids=["pickle", "copy"]
+)
 def test_every_class_survives_the_trip_with_its_fields(cls, trip):
     error = an_error(cls)
     back = trip(error)

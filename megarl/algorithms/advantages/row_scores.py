@@ -134,9 +134,7 @@ def grpo_passk(inputs: RowInputs, *, norm_by_std: bool) -> tuple[Tensor, Metrics
     return torch.where(is_best & is_alone & groups.signal, lead, 0.0), groups.metrics
 
 
-def gdpo(
-    inputs: RowInputs, *, norm_by_std: bool, weights: dict[str, float] | None = None
-) -> tuple[Tensor, Metrics]:
+def gdpo(inputs: RowInputs, *, norm_by_std: bool, weights: dict[str, float] | None = None) -> tuple[Tensor, Metrics]:
     """grpo on each reward component, their weighted sum, whitened over the tokens (GDPO, arXiv:2601.05242).
 
     Args:

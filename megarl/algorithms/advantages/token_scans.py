@@ -8,9 +8,7 @@ from torch import Tensor
 from megarl.algorithms.advantages.base import Advantages, TokenInputs
 from megarl.algorithms.advantages.scan import Packing, discounted_reverse_sum
 from megarl.algorithms.masking import blocks, select, widen
-from megarl.algorithms.statistics import ExplainedVariance, explained_variance
 from megarl.algorithms.whitening import whiten
-from megarl.observability.metrics import Metrics
 
 
 def gae(inputs: TokenInputs, *, gamma: float, lam: float, bootstrap_truncated: bool) -> Advantages:
@@ -20,13 +18,12 @@ def gae(inputs: TokenInputs, *, gamma: float, lam: float, bootstrap_truncated: b
     followed one another (tool and user tokens between them are bridged). After the last token V and A are 0; with
     bootstrap_truncated a truncated row takes the critic's value at its last token for the V that follows. R = A + V.
 
-    Raises nothing beyond what ``Estimator`` checks; ``truncated`` None means that every row terminated.
+    ``truncated`` None means that every row terminated.
     """
     assert inputs.values is not None  # declared in needs
     rewards, values = widen(inputs.rewards), widen(inputs.values)
     packing = Packing.of(inputs.response_mask)
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
-    variance = ExplainedVariance()
     for rows in blocks(*rewards.shape, rewards.device):
         part = packing.rows(rows)
         reward, value = part.pack(rewards[rows]), part.pack(values[rows])
@@ -40,9 +37,8 @@ def gae(inputs: TokenInputs, *, gamma: float, lam: float, bootstrap_truncated: b
         returns[rows] = part.unpack(target) if part.has_gaps else target
     if inputs.kept is not inputs.response_mask:
         returns = select(inputs.kept, returns)
-    variance = explained_variance(values, returns, inputs.kept)
     whitened, metrics = whiten(advantages, inputs.kept, inputs.reduce)
-    return Advantages(whitened, returns, metrics | {"critic/vf_explained_var": variance})
+    return Advantages(whitened, returns, metrics)
 
 
 def _bootstrap(reward: Tensor, value: Tensor, lengths: Tensor, truncated: Tensor, gamma: float) -> None:
@@ -54,7 +50,7 @@ def _bootstrap(reward: Tensor, value: Tensor, lengths: Tensor, truncated: Tensor
 
 def reinforce_plus_plus(inputs: TokenInputs, *, gamma: float) -> Advantages:
     """Discounted returns G_t = r_t + gamma G_{t+1} over the valid tokens, whitened (REINFORCE++, arXiv:2501.03262)."""
-    returns = _discounted_returns(inputs, gamma)
+    returns = discounted_returns(inputs, gamma)
     whitened, metrics = whiten(returns, inputs.kept, inputs.reduce)
     return Advantages(whitened, returns, metrics)
 
@@ -62,12 +58,13 @@ def reinforce_plus_plus(inputs: TokenInputs, *, gamma: float) -> Advantages:
 def remax(inputs: TokenInputs) -> Advantages:
     """Undiscounted reward to go minus the score of the greedy response to the same prompt (ReMax, arXiv:2310.10505)."""
     assert inputs.greedy_scores is not None  # declared in needs
-    returns = _discounted_returns(inputs, 1.0)
+    returns = discounted_returns(inputs, 1.0)
     baseline = inputs.greedy_scores.to(returns)[:, None]
     return Advantages(torch.where(inputs.kept, returns - baseline, 0.0), returns, {})
 
 
-def _discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
+def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} over the valid tokens: [B, T], 0 off the kept tokens."""
     rewards = widen(inputs.rewards)
     packing = Packing.of(inputs.response_mask)
     returns = torch.empty_like(rewards)
@@ -76,7 +73,3 @@ def _discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
         summed = discounted_reverse_sum(part.pack(rewards[rows]), gamma)
         returns[rows] = part.unpack(summed) if part.has_gaps else summed
     return returns if inputs.kept is inputs.response_mask else select(inputs.kept, returns)
-
-
-def advantage_metrics(advantages: Tensor, returns: Tensor | None, mask: Tensor) -> Metrics:
-    raise NotImplementedError

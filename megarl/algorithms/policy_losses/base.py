@@ -171,8 +171,6 @@ class LossEntry:
         is_custom: whether ``formula`` is a user's.
         aggregation: the only aggregation the loss is defined for, if there is one.
         first_pass: selects tokens from statistics over the whole minibatch, before any gradient.
-        takes_bypass_weights: whether current/rollout importance weights may multiply the loss in bypass mode. False
-            for losses whose own ratio is current/rollout there already.
         weighs_rows: importance weights enter as their geometric mean over the row, as the loss itself is one number a row.
     """
 
@@ -180,7 +178,6 @@ class LossEntry:
     is_custom: bool = False
     aggregation: Aggregation | None = None
     first_pass: FirstPass | None = None
-    takes_bypass_weights: bool = False
     weighs_rows: bool = False
 
 
@@ -201,11 +198,6 @@ class PolicyLoss:
     def needs_first_pass(self) -> bool:
         """Whether log-probs of the whole minibatch at the current weights are needed before its first microbatch."""
         return self._entry.first_pass is not None
-
-    @property
-    def takes_bypass_weights(self) -> bool:
-        """Whether current/rollout importance weights may multiply this loss in bypass mode."""
-        return self._entry.takes_bypass_weights
 
     def first_pass(self, inputs: PolicyInputs, *, row_id: Tensor, seed: int, reduce: Reduce = None) -> Tensor:
         """Tokens the loss treats apart, chosen over the whole minibatch: [B, T] bool, for ``PolicyInputs.selected``.
@@ -289,7 +281,7 @@ POLICY_LOSSES: Registry[LossEntry] = Registry("policy loss", _adopt)
 
 
 def custom_policy_loss(
-    name: str | None = None, *, aggregation: Aggregation | None = None, takes_bypass_weights: bool = False
+    name: str | None = None, *, aggregation: Aggregation | None = None
 ) -> Callable[[Callable[..., TokenLoss]], LossEntry]:
     """Decorator for a user's loss ``f(inputs: PolicyInputs, *, option=...) -> TokenLoss`` that is more than a plain function.
 
@@ -298,9 +290,7 @@ def custom_policy_loss(
     """
 
     def decorate(function: Callable[..., TokenLoss]) -> LossEntry:
-        entry = LossEntry(
-            function, is_custom=True, aggregation=aggregation, takes_bypass_weights=takes_bypass_weights
-        )
+        entry = LossEntry(function, is_custom=True, aggregation=aggregation)
         return entry if name is None else POLICY_LOSSES.add(name, entry)
 
     return decorate

@@ -87,4 +87,3 @@ def _dppo(block: Block, keep_positive: Tensor, keep_negative: Tensor, ratio_cap:
     # Off the mask both probabilities are 1 and every token is kept.
     sums = {"pg_clipfrac": kept.numel() - kept.sum(), "pg_clipfrac_lower": capped.sum()}
     return Terms(slope * block.log_probs, slope, sums)
-

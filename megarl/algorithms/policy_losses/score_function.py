@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from megarl.algorithms.correction import importance_weights
 from megarl.algorithms.policy_losses.base import Block, Terms
 from megarl.errors import ConfigError
 
@@ -12,13 +15,26 @@ def gpg(block: Block) -> Terms:
     return Terms(slope * block.log_probs, slope, {})
 
 
-def reinforce(block: Block) -> Terms:
-    """REINFORCE (Williams 1992) with importance weights: -A lp w.
+def reinforce(
+    block: Block,
+    *,
+    ratio_level: Literal["none", "token", "sequence"] = "token",
+    ratio_cap: float = 2.0,
+    ratio_floor: float | None = None,
+) -> Terms:
+    """REINFORCE (Williams 1992) with an importance weight: -A lp w, w = sg(truncated current/old ratio).
 
-    w is ``importance_weights``: in bypass mode the truncated current/rollout ratio, which ``PolicyObjective`` computes;
-    without correction there is none and the loss is that of gpg.
+    In bypass mode old is the rollout policy, so w corrects for it (verl's bypass_pg_*). ratio_level token: exp(d);
+    sequence: exp(clamp(sum of d over the row, -20, 20)) on each of its tokens; none: 1. w is capped at ratio_cap; with a
+    ratio_floor, w is 0 outside [ratio_floor, ratio_cap] instead. Metric pg_clipfrac: tokens on which cap or floor act.
     """
-    return gpg(block)
+    if ratio_level == "none":
+        return gpg(block)
+    weight, bound = importance_weights(
+        block.free_log_ratio, block.mask, level=ratio_level, upper=ratio_cap, lower=ratio_floor
+    )
+    slope = -block.advantages * weight
+    return Terms(slope * block.log_probs, slope, {"pg_clipfrac": bound})
 
 
 def dro(block: Block, *, dro_beta: float) -> Terms:

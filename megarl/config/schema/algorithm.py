@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megarl.config.schema.base import StrictModel
+from megarl.config.schema.correction_presets import CorrectionPreset, apply_correction_preset
 
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
 ]
-KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+RejectionStatistic = Literal[
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k1", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
 
 
 class PolicyLossConfig(StrictModel):
@@ -69,6 +76,50 @@ class AdvantageConfig(StrictModel):
     """Further keyword arguments of the estimator; one it does not take is an error."""
 
 
+class RejectionConfig(StrictModel):
+    """One bound on the difference between the policy that sampled and the one that trains."""
+
+    statistic: RejectionStatistic
+    """What is bounded: level (token; sum, mean or max over the row) and divergence (k1, k2, k3) of the two policies."""
+    upper: float = Field(gt=0)
+    """k1: largest rollout/train ratio; k2 and k3: largest divergence."""
+    lower: float | None = Field(None, gt=0)
+    """k1 only: smallest ratio; None is 1 / upper."""
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> Self:
+        if self.lower is not None and not self.statistic.endswith("k1"):
+            raise ValueError(f"{self.statistic} has an upper bound only: remove lower")
+        if self.lower is not None and self.lower > self.upper:
+            raise ValueError(f"lower {self.lower} is above upper {self.upper}")
+        return self
+
+
+class CorrectionConfig(StrictModel):
+    """Correction for the difference between the policy that sampled and the one that trains."""
+
+    preset: CorrectionPreset | None = None
+    """A named combination, under the names of verl's rollout correction; keys beside it override its numbers."""
+    weights: Literal["none", "token", "sequence"] = "none"
+    """Importance weight old/rollout on each token loss: per token, or the row's product. Decoupled mode only."""
+    upper: float = Field(2.0, gt=0)
+    """Weights are capped here."""
+    lower: float | None = Field(None, gt=0)
+    """With it, weights outside [lower, upper] become 0 instead of being capped (a band)."""
+    normalize: bool = False
+    """Divide weights by their mean over the global batch."""
+    reject: list[RejectionConfig] = Field(default_factory=list)
+    """Bounds a token or row must keep to train; a rejected token leaves every denominator."""
+    group_stats: Literal["kept", "all"] = "kept"
+    """Whether rows rejected whole still count in their group's baseline."""
+
+    @model_validator(mode="after")
+    def _band_is_ordered(self) -> Self:
+        if self.lower is not None and self.lower > self.upper:
+            raise ValueError(f"lower {self.lower} is above upper {self.upper}")
+        return self
+
+
 class AlgorithmConfig(StrictModel):
     """One policy-gradient algorithm."""
 
@@ -78,6 +129,8 @@ class AlgorithmConfig(StrictModel):
     """Policy loss."""
     kl: KlConfig = KlConfig()
     """KL towards the reference policy."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Rollout correction."""
     old_log_probs: Literal["decoupled", "bypass"] = "decoupled"
     """Recompute the proximal policy's log-probs in the trainer, or take the rollout engine's for them."""
     minibatch_size: int | None = Field(None, ge=1)
@@ -86,3 +139,17 @@ class AlgorithmConfig(StrictModel):
     """Passes over the batch in one step."""
     shuffle: bool = True
     """Shuffle the batch before it is cut into minibatches, seeded by step and epoch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, data: Any) -> Any:
+        return apply_correction_preset(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _bypass_has_no_second_weight(self) -> Self:
+        if self.old_log_probs == "bypass" and (self.correction.weights != "none" or self.correction.reject):
+            raise ValueError(
+                "with old_log_probs=bypass old and rollout log-probs are the same: correction.weights must be none and "
+                "correction.reject empty (a reinforce loss weighs by current/rollout through its own options)"
+            )
+        return self

@@ -13,6 +13,7 @@ class FileSource(StrictModel):
     """Prompts from JSONL or Parquet."""
 
     kind: Literal["file"] = "file"
+    """Which sort of source this is; a source without it is a file."""
     path: str
     """A .jsonl or .parquet file."""
     prompt_column: str = "prompt"
@@ -29,6 +30,7 @@ class GymSource(StrictModel):
     """Procedural tasks of reasoning-gym, scored by their own verifiers."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """Which sort of source this is."""
     task: str
     """Task name, such as chain_sum."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megarl.train.megatron.heads import vocab_log_probs
 from megarl.train.megatron.microbatch import Microbatch
+from megarl.train.megatron.model import Chunk
 
 Result = TypeVar("Result")
 
@@ -62,22 +63,20 @@ class ModelParts:
         chunk: the model chunk the schedule runs, wrapped in DistributedDataParallel if it is trained. On the last
             stage its output is the hidden states [N or N / tp, 1, H] before the output layer, or, with a value head,
             the values [N, 1, 1].
-        module: the bare GPTModel inside.
+        module: the bare ``model.Chunk`` inside.
         vocab_size: vocabulary entries that exist.
         chunk_tokens: tokens whose logits are held at once.
         is_value: the model ends in a value head.
-        is_last_stage: this rank computes outputs.
         sequence_parallel: hidden states are split over ``tp_group`` along the tokens.
         tp_group: tensor-parallel group.
         device: where tensors live.
     """
 
     chunk: nn.Module
-    module: Any
+    module: Chunk
     vocab_size: int
     chunk_tokens: int
     is_value: bool
-    is_last_stage: bool
     sequence_parallel: bool
     tp_group: dist.ProcessGroup
     device: torch.device
@@ -88,17 +87,15 @@ class ModelParts:
         return self.tp_group.size() if self.sequence_parallel else 1
 
 
-def configure_schedule(config: Any, *, is_pipelined: bool) -> None:
-    """Set what Megatron's schedules read from the model's TransformerConfig (invariant 2).
+def configure_schedule(config: Any) -> None:
+    """Set what Megatron's schedules read from the model's TransformerConfig beside what ``model.py`` set.
 
-    ``calculate_per_token_loss`` makes the schedules and DistributedDataParallel sum instead of average; it must be
-    set before the model is wrapped. The division by a token count that goes with it is left out, since losses are
-    divided by global denominators already.
+    ``calculate_per_token_loss`` makes the schedules and DistributedDataParallel sum instead of average. The division by
+    a token count that goes with it is left out here: losses are divided by global denominators already.
     """
-    config.calculate_per_token_loss = True
+    if not config.calculate_per_token_loss:
+        raise AssertionError("the model's configuration would average losses over microbatches and ranks")
     config.finalize_model_grads_func = _finalize_undivided
-    # Packed microbatches differ in length: stages tell each other the shape of what they send.
-    config.variable_seq_lengths = is_pipelined
 
 
 def _finalize_undivided(chunks: list[nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
@@ -197,7 +194,7 @@ def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, opt
     hidden = output.reshape(-1, output.shape[-1])
     log_probs, entropy = vocab_log_probs(
         hidden,
-        output_weight(parts.module),
+        parts.module.output_weight(),
         microbatch.targets,
         vocab_size=parts.vocab_size,
         positions=microbatch.positions,
@@ -208,15 +205,6 @@ def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, opt
         sequence_parallel=parts.sequence_parallel,
     )
     return TokenOutputs(log_probs=log_probs, entropy=entropy)
-
-
-def output_weight(module: Any) -> Tensor:
-    """This rank's rows of the output matrix [Vp / tp, H]; the embedding's where they are tied."""
-    if module.share_embeddings_and_output_weights:
-        weight: Tensor = module.shared_embedding_or_output_weight()
-    else:
-        weight = module.output_layer.weight
-    return weight
 
 
 def _any_output(outputs: TokenOutputs) -> Tensor:

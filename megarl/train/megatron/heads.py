@@ -86,7 +86,7 @@ class _Shard:
         if self.group is None:
             return hidden
         full = hidden.new_empty(hidden.shape[0] * self.group.size(), *hidden.shape[1:])
-        dist.all_gather_into_tensor(full, hidden.contiguous(), group=self.group)
+        dist.all_gather_single(full, hidden.contiguous(), group=self.group)
         return full
 
     def reduce_scatter_tokens(self, grad: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class _Shard:
         if self.group is None:
             return grad
         part = grad.new_empty(grad.shape[0] // self.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(part, grad.contiguous(), group=self.group)
+        dist.reduce_scatter_single(part, grad.contiguous(), group=self.group)
         return part
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:

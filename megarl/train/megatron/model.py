@@ -9,13 +9,18 @@ Invariants:
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -25,6 +30,7 @@ from megarl.models.spec import ModelSpec
 from megarl.parallel.grid import ParallelLayout
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import Device
+from megarl.platform.packages import megatron_quiet
 from megarl.train.megatron.attention import PlannedSequences
 from megarl.train.megatron.layers import decoder_spec
 
@@ -63,13 +69,9 @@ def build_model(
         raise LayoutError(f"virtual pipeline stages (vpp={layout.vpp}) are not supported yet", fix="set vpp=1")
     config = transformer_config(spec, layout, device=device, dtype=dtype, recompute=recompute)
     num_layers = len(layout.layers_of_stage(spec.num_layers, groups.coordinate.pp))
-    chunk = Chunk(
-        config,
-        decoder_spec(device.layer_implementation, num_layers=num_layers, qk_norm=spec.qk_norm),
-        spec,
-        groups,
-        head=head,
-    )
+    with megatron_quiet():
+        decoder = decoder_spec(device.layer_implementation, num_layers=num_layers, qk_norm=spec.qk_norm)
+        chunk = Chunk(config, decoder, spec, groups, head=head)
     return [chunk.to(device.torch_device)]
 
 
@@ -80,9 +82,7 @@ def transformer_config(
     layout.check_heads(spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size)
     _check_rope(spec)
     on_gpu = device.layer_implementation == "transformer_engine"
-    with warnings.catch_warnings():
-        # Core attention is recomputed by our choice; the advice concerns Transformer Engine's fused kernels.
-        warnings.filterwarnings("ignore", message="If you are using transformer_engine as the transformer impl")
+    with megatron_quiet():
         return TransformerConfig(
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
@@ -113,6 +113,8 @@ def transformer_config(
             num_layers_in_last_pipeline_stage=layout.last_stage_layers,
             # Packed microbatches differ in length, so stages tell each other what they send.
             variable_seq_lengths=layout.pp > 1,
+            # Unused without experts, but the default contradicts the line above (transformer_config.py:1829 in 0.16.1).
+            moe_token_dispatcher_type="alltoall",
             # Losses are summed over microbatches and ranks and divided by counts of the global minibatch.
             calculate_per_token_loss=True,
             recompute_granularity=None if recompute == "none" else recompute,
@@ -178,6 +180,7 @@ class Chunk(GPTModel):
         self.spec = spec
         self.groups = groups
         self.head = head
+        _mark_shards(self)
         if head == "value" and self.post_process:
             self.output_layer = ValueHead(config, spec.hidden_size)
 
@@ -228,6 +231,23 @@ class Chunk(GPTModel):
         else:
             weight = self.output_layer.weight
         return weight
+
+
+def _mark_shards(chunk: torch.nn.Module) -> None:
+    """Tell Megatron-Core which weights are shards: its gradient norm counts others on tensor-parallel rank 0 only.
+
+    Megatron-Core marks a weight while it draws it (tensor_parallel/layers.py:170), which we leave out; Transformer
+    Engine's layers mark their own.
+    """
+    for module in chunk.modules():
+        if isinstance(module, RowParallelLinear):
+            dim = 1
+        elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            dim = 0
+        else:
+            continue
+        if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
 class ValueHead(MegatronModule):

@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -132,6 +132,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each counted once."""
-    return sum(storage.nbytes() for storage in unique_storages(tensors).values())
+def total_bytes(storages: Mapping[int, torch.UntypedStorage]) -> int:
+    """Bytes of the storages together."""
+    return sum(storage.nbytes() for storage in storages.values())

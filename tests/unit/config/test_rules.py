@@ -6,7 +6,15 @@ import pytest
 
 from megarl.config.effect import RULE, SWITCHES
 from megarl.config.load import load_sft, load_train
-from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES
+from megarl.config.rules import (
+    COMMON_RULES,
+    FIXED_AGGREGATION,
+    GROUP_ESTIMATORS,
+    OTHER_ESTIMATORS,
+    SFT_RULES,
+    TRAIN_RULES,
+    VALUE_ESTIMATORS,
+)
 from megarl.errors import ConfigError
 
 GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
@@ -49,7 +57,11 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ),
     ],
     "microbatch_holds_longest_sequence": [
-        ("actor.engine.microbatch_tokens", ["actor.engine.microbatch_tokens=2047"], ["actor.engine.microbatch_tokens=2048"]),
+        (
+            "actor.engine.microbatch_tokens",
+            ["actor.engine.microbatch_tokens=2047"],
+            ["actor.engine.microbatch_tokens=2048"],
+        ),
         (
             "actor.engine.inference_microbatch_tokens",
             ["actor.engine.inference_microbatch_tokens=2047"],
@@ -71,7 +83,14 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         (
             "cluster.num_nodes",
             [*GPU, *CRITIC, "cluster.placement=split", "critic.layout.tp=4", "rollout.replicas=5"],
-            [*GPU, *CRITIC, "cluster.placement=split", "critic.layout.tp=4", "rollout.replicas=5", "cluster.num_nodes=2"],
+            [
+                *GPU,
+                *CRITIC,
+                "cluster.placement=split",
+                "critic.layout.tp=4",
+                "rollout.replicas=5",
+                "cluster.num_nodes=2",
+            ],
         ),
     ],
     "held_out_is_held_out": [
@@ -152,6 +171,13 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
     "norm_needs_length": [
         ("algorithm.policy_loss.aggregation_length", [NORM], [NORM, "algorithm.policy_loss.aggregation_length=64"])
     ],
+    "loss_fits_aggregation": [
+        (
+            "algorithm.policy_loss.aggregation",
+            ["algorithm.policy_loss.kind=gspo"],
+            ["algorithm.policy_loss.kind=gspo", "algorithm.policy_loss.aggregation=seq-mean-token-mean"],
+        )
+    ],
     "training_samples": [
         (
             "rollout.sampling.temperature",
@@ -184,14 +210,17 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("reward.pattern", ["reward.pattern='(a'"], ["reward.pattern='(a)'"]),
     ],
     "reward_finds_its_answer": [
-        ("reward.kind", ["reward.kind=reasoning_gym"], ["reward.kind=reasoning_gym", "data.train=${data.validation}",
-                                                        "data.train.0.seed=5"]),
+        (
+            "reward.kind",
+            ["reward.kind=reasoning_gym"],
+            ["reward.kind=reasoning_gym", "data.train=[{kind: reasoning_gym, task: countdown}]"],
+        ),
         ("data.train.1.answer_column", ["data.train.1.answer_column=null"], ["data.train.1.answer_column=solution"]),
     ],
     "warmup_ends": [
         ("critic.warmup_steps", [*CRITIC, "critic.warmup_steps=4"], [*CRITIC, "critic.warmup_steps=3"]),
     ],
-}  # fmt: skip
+}
 
 SFT_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
     "sequences_feed_every_rank": [
@@ -228,6 +257,19 @@ def flat(cases: dict[str, list[tuple[str, list[str], list[str]]]]) -> list[tuple
 def test_every_rule_has_a_case():
     assert {rule.__name__ for rule in (*TRAIN_RULES, *COMMON_RULES)} == set(TRAIN_CASES)
     assert {rule.__name__ for rule in SFT_RULES} <= set(SFT_CASES)
+
+
+def test_the_names_of_estimators_and_losses_are_those_of_the_algorithms():
+    # The rules run on a login node without torch, so the names stand in rules.py a second time.
+    from megarl.algorithms.advantages import ESTIMATORS
+    from megarl.algorithms.policy_losses import POLICY_LOSSES
+
+    needs = {name: ESTIMATORS.get(name).needs for name in ESTIMATORS.names()}
+    assert {name for name, need in needs.items() if "values" in need} == VALUE_ESTIMATORS
+    assert {name for name, need in needs.items() if "groups" in need} == GROUP_ESTIMATORS
+    assert set(needs) == VALUE_ESTIMATORS | GROUP_ESTIMATORS | OTHER_ESTIMATORS
+    fixed = {name: POLICY_LOSSES.get(name).aggregation for name in POLICY_LOSSES.names()}
+    assert {name: aggregation for name, aggregation in fixed.items() if aggregation} == FIXED_AGGREGATION
 
 
 def test_every_rule_says_why():
@@ -310,5 +352,7 @@ def test_a_preset_does_not_stand_in_the_way_of_switching_off():
     loaded = load_train("grpo_7b", ["algorithm.kl.where=loss", "algorithm.kl.coef=0.01"])
     assert loaded.config.algorithm.kl.coef == 0.01
     load_train("ppo_7b", ["algorithm.kl.where=none"])  # the preset sets the estimator
+    with pytest.raises(ConfigError, match="key_has_effect"):
+        load_train("grpo_tiny", ["algorithm.kl.coef=0.1"])
     with pytest.raises(ConfigError, match="key_has_effect"):
         load_train("ppo_7b", ["algorithm.kl.where=none", "algorithm.kl.coef=0.1"])

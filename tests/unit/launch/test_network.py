@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from itertools import pairwise
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_a_block_is_below_the_ephemeral_range_and_blocks_do_not_overlap():
     blocks = sorted(candidate_blocks(123))
     assert blocks[0] >= 1024
     assert blocks[-1] + BLOCK <= 32_768
-    assert all(later - earlier == BLOCK for earlier, later in zip(blocks, blocks[1:], strict=False))
+    assert all(later - earlier == BLOCK for earlier, later in pairwise(blocks))
 
 
 def test_jobs_that_follow_each_other_start_at_different_blocks():

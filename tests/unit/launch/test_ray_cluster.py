@@ -18,7 +18,9 @@ ALLOCATION = Allocation(4711, "grpo_70b", ("n1", "n2", "n3"), cpus=96, gpus=8)
 SCRIPTS = sorted(path for path in (ROOT / "scripts/slurm").glob("*.sh") if path.name != "ray_cluster.sh")
 
 
-def planned(settings: dict[str, str] | None = None, driver: tuple[str, ...] = ("megarl", "train", "grpo_70b", "a=1")) -> Plan:
+def planned(
+    settings: dict[str, str] | None = None, driver: tuple[str, ...] = ("megarl", "train", "grpo_70b", "a=1")
+) -> Plan:
     return plan(ALLOCATION, Program(driver), settings=settings or {}, is_dry_run=True)
 
 

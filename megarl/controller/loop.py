@@ -1,0 +1,246 @@
+"""``megarl train``: the run around the step. Prompts in, steps, validation, checkpoints, the trained model out."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from megarl.config.origin import Loaded
+from megarl.config.schema import TrainConfig
+from megarl.controller.dispatch import WorkerGroup
+from megarl.controller.engines import EnginePlan, start_engines
+from megarl.controller.roles import Roles, build_roles, make_estimator
+from megarl.controller.scoring import RewardRole
+from megarl.controller.session import Session, open_session
+from megarl.controller.state import RunState
+from megarl.controller.step import StepResult, policy_step
+from megarl.controller.validation import Validation, validate
+from megarl.controller.workers import TrainPlan, grid
+from megarl.data.prompts import PromptSource
+from megarl.data.sources import open_source
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.observability.logs import set_context
+from megarl.observability.metrics import Last, Metrics, Sum, values
+from megarl.observability.trace import span
+from megarl.rewards.pool import RewardPool
+
+logger = logging.getLogger(__name__)
+
+
+def train(loaded: Loaded[TrainConfig]) -> int:
+    """Run ``megarl train``; returns the exit code.
+
+    Raises:
+        MegarlError: whatever ends the run; the class decides the exit code.
+    """
+    config = loaded.config
+    # What needs no process fails first, in seconds: algorithm, tokenizer, data, reward.
+    make_estimator(config.algorithm)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = prompt_source(config, tokenizer, validation=False)
+    held_out = prompt_source(config, tokenizer, validation=True) if config.data.validation else None
+    with open_session(loaded) as session, RewardPool.from_values(**config.reward.model_dump()) as pool:
+        reward = RewardRole(pool, tokenizer)
+        with span("start"):
+            roles, groups = start_roles(session, config, reward)
+        session.keep_spans()
+        Run(session, config, roles, groups, prompts, held_out).go()
+    return 0
+
+
+def prompt_source(config: TrainConfig, tokenizer: Tokenizer, *, validation: bool) -> PromptSource:
+    """The training or the held-out prompts.
+
+    Raises:
+        DataError: a source is missing, empty, or lacks a column.
+    """
+    data = config.data
+    return PromptSource(
+        [open_source(source.model_dump()) for source in (data.validation if validation else data.train)],
+        tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong="drop" if validation and data.overlong == "error" else data.overlong,
+        system_prompt=data.system_prompt,
+        apply_chat_template=data.apply_chat_template,
+        seed=config.run.seed,
+        shuffle=data.shuffle and not validation,
+    )
+
+
+def start_roles(session: Session, config: TrainConfig, reward: RewardRole) -> tuple[Roles, dict[str, WorkerGroup]]:
+    """Bring up all processes, load checkpoints, and give the engines their first weights."""
+    processes = session.start_processes()
+    engines = processes.engines(engine_plan(config, session.directory.logs))
+    starting = start_engines(engines)
+    groups = {"actor": processes.train(actor_plan(config, session.directory.logs), processes.placement.actor)}
+    if config.critic is not None:
+        groups["critic"] = processes.train(critic_plan(config, session.directory.logs), processes.placement.critic)
+    for group in groups.values():
+        group.start(group.rendezvous())
+    if session.resume is not None:
+        for role, group in groups.items():
+            group.load(session.resume / role)
+    session.watch.get(starting, config.cluster.start_timeout_s)
+    roles = build_roles(config, groups["actor"], groups.get("critic"), engines, reward, session.watch)
+    roles.kl.load_state_dict(session.state.kl or roles.kl.state_dict())
+    with span("weight_sync"):
+        # Engines start without weights of their own: the first update makes them hold the actor's.
+        roles.weights.publish(session.state.version)
+    return roles, groups
+
+
+class Run:
+    """The steps of one run and what happens between them."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: TrainConfig,
+        roles: Roles,
+        groups: dict[str, WorkerGroup],
+        prompts: PromptSource,
+        held_out: PromptSource | None,
+    ) -> None:
+        self.session = session
+        self.config = config
+        self.roles = roles
+        self.groups = groups
+        self.prompts = prompts
+        self.held_out = None if held_out is None else held_out.first(config.validation.prompts)
+        self.version = session.state.version
+        self.validations: dict[int, Validation] = {}
+        if session.state.prompts:
+            prompts.load_state_dict(session.state.prompts)
+
+    def go(self) -> None:
+        """All steps that are left, then the last checkpoint, the export and the summary."""
+        config, first = self.config, self.session.state.step
+        if config.validation.at_start and first == 0:
+            self._validate(0)
+        for step in range(first + 1, config.run.steps + 1):
+            set_context(step=step, version=self.version)
+            with span("step"):
+                result = policy_step(
+                    self.roles,
+                    self.prompts.next(config.data.prompts_per_step),
+                    config,
+                    step=step,
+                    version=self.version,
+                )
+            self.version = result.version
+            self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result)})
+            last = step == config.run.steps
+            every = config.validation.every_steps
+            if (every is not None and step % every == 0) or (last and config.validation.at_end):
+                self._validate(step)
+            save_every = config.checkpoint.every_steps
+            if (save_every is not None and step % save_every == 0) or (last and config.checkpoint.at_end):
+                self._save(step)
+        self._finish()
+
+    def _extra_metrics(self, step: int, result: StepResult) -> Metrics:
+        return {
+            **self.prompts.metrics(),
+            "perf/total_num_tokens": Sum(int(result.batch.sequence_lengths.sum())),
+            "training/global_step": Last(step),
+            "training/weight_version": Last(result.version),
+        }
+
+    def _validate(self, step: int) -> None:
+        if not self.held_out:
+            return
+        with span("validation"):
+            result = validate(self.roles, self.held_out, self.config.validation, step=step)
+        self.validations[step] = result
+        self.session.log_validation(step, result.metrics, result.samples)
+
+    def _save(self, step: int) -> None:
+        def write_parts(directory: Path) -> None:
+            for role, group in self.groups.items():
+                (directory / role).mkdir()
+                group.save(directory / role)
+
+        state = RunState(step, self.version, self.prompts.state_dict(), self.roles.kl.state_dict())
+        with span("save"):
+            self.session.store.save(state, write_parts)
+
+    def _finish(self) -> None:
+        hf = self.session.directory.hf
+        if self.config.checkpoint.export_hf:
+            with span("export"):
+                shutil.rmtree(hf, ignore_errors=True)
+                self.groups["actor"].export_hf(hf)
+        accuracies = [values(result.metrics).get("val/accuracy") for _, result in sorted(self.validations.items())]
+        self.session.finish(
+            {
+                "steps": self.config.run.steps,
+                "version": self.version,
+                "accuracy_start": accuracies[0] if accuracies else None,
+                "accuracy_end": accuracies[-1] if accuracies else None,
+                "hf": str(hf) if self.config.checkpoint.export_hf else None,
+            }
+        )
+
+
+def updates_per_step(config: TrainConfig, minibatch_size: int | None, epochs: int) -> int:
+    """Optimizer updates of one step."""
+    responses = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    return epochs * (-(-responses // minibatch_size) if minibatch_size is not None else 1)
+
+
+def actor_plan(config: TrainConfig, logs: Path) -> TrainPlan:
+    """What the actor's ranks are told."""
+    actor = config.actor
+    return TrainPlan(
+        role="actor",
+        model_dir=Path(config.model.path),
+        random_init=config.model.init == "random",
+        layout=grid(actor.layout),
+        device=config.cluster.device,
+        engine=actor.engine,
+        optimizer=actor.optimizer,
+        head="lm",
+        seed=config.run.seed,
+        total_updates=config.run.steps
+        * updates_per_step(config, config.algorithm.minibatch_size, config.algorithm.epochs),
+        with_reference=config.algorithm.kl.where != "none",
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        logs=logs,
+    )
+
+
+def critic_plan(config: TrainConfig, logs: Path) -> TrainPlan:
+    """What the critic's ranks are told."""
+    critic = config.critic
+    assert critic is not None
+    size = config.algorithm.minibatch_size if critic.minibatch_size is None else critic.minibatch_size
+    return TrainPlan(
+        role="critic",
+        model_dir=Path(config.model.path if critic.path is None else critic.path),
+        random_init=critic.path is None and config.model.init == "random",
+        layout=grid(critic.layout),
+        device=config.cluster.device,
+        engine=critic.engine,
+        optimizer=critic.optimizer,
+        head="value",
+        seed=config.run.seed,
+        total_updates=config.run.steps * updates_per_step(config, size, critic.epochs),
+        with_reference=False,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        logs=logs,
+    )
+
+
+def engine_plan(config: TrainConfig, logs: Path) -> EnginePlan:
+    """What the rollout engines are told."""
+    rollout, longest = config.rollout, config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
+    return EnginePlan(
+        model_dir=Path(config.model.path),
+        config=rollout,
+        device=config.cluster.device,
+        max_model_len=longest if rollout.max_model_len is None else rollout.max_model_len,
+        seed=config.run.seed,
+        timeout_s=config.sync.timeout_s,
+        logs=logs,
+    )

@@ -1,0 +1,86 @@
+"""Bringing up the processes of a run: one Ray actor for each training rank and each engine, on the slots planned.
+
+Invariants:
+1. Training ranks of one role are told their rank by slot order, so tensor-parallel groups stay inside a node.
+2. A process that fails to start ends the start-up at once, with its own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.config.schema.run import ClusterConfig
+from megarl.controller.cluster import Cluster
+from megarl.controller.dispatch import Member, Watch, WorkerGroup
+from megarl.controller.engines import EnginePlan, RolloutWorker
+from megarl.controller.placement import Placement
+from megarl.controller.workers import TrainPlan, TrainWorker
+from megarl.errors import SetupError
+from megarl.platform import env
+
+
+class Processes:
+    """Starts processes on the nodes of the cluster and keeps the watch over them."""
+
+    def __init__(self, cluster: Cluster, config: ClusterConfig, placement: Placement, watch: Watch) -> None:
+        self._cluster = cluster
+        self._config = config
+        self.placement = placement
+        self._watch = watch
+        self._nodes = self._reserve()
+
+    def _reserve(self) -> PlacementGroup:
+        """One bundle per node with all the slots of it."""
+        slots = self.placement.slots_per_node
+        bundle = {"CPU": float(slots)}
+        if self._config.device == "cuda":
+            bundle["GPU"] = float(slots)
+        group = placement_group([bundle] * self.placement.num_nodes, strategy="STRICT_SPREAD")
+        if not group.wait(timeout_seconds=self._config.start_timeout_s):
+            raise SetupError(
+                f"the Ray cluster has no {self.placement.num_nodes} nodes with {bundle} free",
+                where="cluster",
+                fix="check that all nodes joined and that nothing else runs on them",
+            )
+        return group
+
+    def _options(self, slot: int, *, share: float, variables: dict[str, str]) -> dict[str, Any]:
+        return {
+            "num_cpus": share,
+            "num_gpus": share if self._config.device == "cuda" else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._nodes, placement_group_bundle_index=self.placement.node(slot)
+            ),
+            "runtime_env": self._cluster.worker_environment(variables),
+        }
+
+    def train(self, plan: TrainPlan, slots: Sequence[int]) -> WorkerGroup:
+        """The ranks of a training role; ``start`` them with ``start_training``."""
+        variables = env.worker_environment(self._config.device, threads=1)
+        remote = ray.remote(concurrency_groups={"health": 2})(TrainWorker)
+        members = []
+        for rank, slot in enumerate(slots):
+            # Colocated roles divide a GPU among them; the engines' part is not counted by Ray.
+            share = 1.0 / self.placement.users(slot)
+            handle = remote.options(**self._options(slot, share=share, variables=variables)).remote(plan, rank)
+            members.append(Member(plan.role, rank, handle, handle.watch.remote()))
+        self._watch.add(members)
+        return WorkerGroup(TrainWorker, members, plan.layout, self._watch)
+
+    def engines(self, plan: EnginePlan, logs: Path) -> list[Member]:
+        """The rollout engines, starting."""
+        variables = env.rollout_environment(self._config.device, threads=plan.threads_per_rank)
+        remote = ray.remote(RolloutWorker)
+        members = []
+        for replica, slots in enumerate(self.placement.rollout):
+            options = self._options(slots[0], share=0.0, variables=variables)
+            handle = remote.options(**options, max_concurrency=1000).remote(plan, replica)
+            members.append(Member("rollout", replica, handle, handle.watch.remote()))
+        self._watch.add(members)
+        return members

@@ -1,0 +1,191 @@
+"""The roles of a run as the step sees them, and how their processes come up.
+
+Start-up is concurrent: training ranks build their models while the engines start, since both take tens of seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megarl.algorithms.advantages import Estimator, build_estimator
+from megarl.algorithms.kl import KlController
+from megarl.algorithms.policy_losses import build_policy_loss
+from megarl.config.schema import SftConfig, TrainConfig
+from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema.roles import CriticConfig
+from megarl.controller.cluster import Cluster, wait_for_nodes
+from megarl.controller.dispatch import Member, Watch, WorkerGroup, make_minibatches
+from megarl.controller.placement import Placement
+from megarl.controller.publish import WeightPublisher
+from megarl.controller.rollout import RolloutRole
+from megarl.controller.scoring import RewardRole
+from megarl.controller.workers import TrainPlan, TrainWorker
+from megarl.data.batch import Batch, Ragged
+from megarl.observability.metrics import Metrics
+from megarl.platform import env
+from megarl.train.engine import PolicyUpdate, ValueUpdate
+
+logger = logging.getLogger(__name__)
+
+# Minibatches of step s are drawn with seed * SEED_STRIDE + s: steps of one run never repeat each other's order.
+SEED_STRIDE = 1_000_003
+
+
+class ActorRole:
+    """The policy under training."""
+
+    def __init__(self, group: WorkerGroup, algorithm: AlgorithmConfig, *, temperature: float, seed: int) -> None:
+        self.group = group
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._seed = seed
+        loss = algorithm.policy_loss
+        self._loss = build_policy_loss(
+            loss.kind,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+            options=loss.options,
+        )
+
+    def add_old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The batch with ``old_log_probs``: the policy's log-probs before this step's first update."""
+        columns = self.group.log_probs(
+            batch.only("prompts", "responses"), temperature=self._temperature, with_entropy=False
+        )
+        return batch.add(old_log_probs=columns["log_probs"]), {}
+
+    def update(self, batch: Batch, *, step: int) -> Metrics:
+        """``algorithm.epochs`` passes over the batch in minibatches."""
+        algorithm, loss = self._algorithm, self._algorithm.policy_loss
+        in_loss = algorithm.kl.where == "loss"
+        update = PolicyUpdate(
+            loss=self._loss,
+            aggregation=self._loss.aggregation or loss.aggregation,
+            aggregation_length=loss.aggregation_length,
+            entropy_coef=loss.entropy_coef,
+            kl_estimator=algorithm.kl.estimator if in_loss else None,
+            kl_coef=algorithm.kl.coef if in_loss else 0.0,
+            temperature=self._temperature,
+            seed=self._seed * SEED_STRIDE + step,
+        )
+        columns = [
+            name
+            for name in (
+                "prompts",
+                "responses",
+                "response_mask",
+                "old_log_probs",
+                "rollout_log_probs",
+                "ref_log_probs",
+                "advantages",
+                "importance_weights",
+            )
+            if name in batch
+        ]
+        minibatches = make_minibatches(
+            len(batch),
+            algorithm.minibatch_size,
+            epochs=algorithm.epochs,
+            shuffle=algorithm.shuffle,
+            seed=self._seed * SEED_STRIDE + step,
+        )
+        metrics: Metrics = self.group.update_policy(batch.only(*columns), minibatches, update)
+        return metrics
+
+
+class ReferenceRole:
+    """The frozen initial policy, living in the actor's processes."""
+
+    def __init__(self, group: WorkerGroup, *, temperature: float) -> None:
+        self._group = group
+        self._temperature = temperature
+
+    def log_probs(self, batch: Batch) -> Ragged:
+        """Log-probs of every response token."""
+        columns = self._group.ref_log_probs(batch.only("prompts", "responses"), temperature=self._temperature)
+        log_probs: Ragged = columns["log_probs"]
+        return log_probs
+
+
+class CriticRole:
+    """The value model."""
+
+    def __init__(self, group: WorkerGroup, config: CriticConfig, algorithm: AlgorithmConfig, *, seed: int) -> None:
+        self.group = group
+        self.warmup_steps = config.warmup_steps
+        self._config = config
+        self._algorithm = algorithm
+        self._seed = seed
+
+    def values(self, batch: Batch) -> Ragged:
+        """Value before every response token."""
+        values: Ragged = self.group.values(batch.only("prompts", "responses"))["values"]
+        return values
+
+    def update(self, batch: Batch, *, step: int) -> Metrics:
+        """``critic.epochs`` passes over the batch in minibatches."""
+        size = self._config.minibatch_size
+        minibatches = make_minibatches(
+            len(batch),
+            self._algorithm.minibatch_size if size is None else size,
+            epochs=self._config.epochs,
+            shuffle=self._algorithm.shuffle,
+            seed=self._seed * SEED_STRIDE + step,
+        )
+        columns = batch.only("prompts", "responses", "response_mask", "values", "returns")
+        metrics: Metrics = self.group.update_values(columns, minibatches, ValueUpdate(self._config.clip_value))
+        return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What a step works with."""
+
+    actor: ActorRole
+    rollout: RolloutRole
+    reward: RewardRole
+    weights: WeightPublisher
+    estimator: Estimator
+    kl: KlController
+    reference: ReferenceRole | None = None
+    critic: CriticRole | None = None
+
+
+def build_roles(
+    config: TrainConfig, actor: WorkerGroup, critic: WorkerGroup | None, engines: Sequence[Member], reward: RewardRole, watch: Watch
+) -> Roles:
+    """Roles over processes that have started."""
+    algorithm, temperature, seed = config.algorithm, config.rollout.sampling.temperature, config.run.seed
+    kl = algorithm.kl
+    return Roles(
+        actor=ActorRole(actor, algorithm, temperature=temperature, seed=seed),
+        rollout=RolloutRole(engines, config.rollout, watch, seed=seed),
+        reward=reward,
+        weights=WeightPublisher(actor, engines, config.sync, watch),
+        estimator=make_estimator(algorithm),
+        kl=KlController(kl.coef, adaptive=kl.adaptive, target=kl.target, horizon=kl.horizon),
+        reference=ReferenceRole(actor, temperature=temperature) if kl.where != "none" else None,
+        critic=None
+        if critic is None or config.critic is None
+        else CriticRole(critic, config.critic, algorithm, seed=seed),
+    )
+
+
+def make_estimator(algorithm: AlgorithmConfig) -> Estimator:
+    """The configured advantage estimator."""
+    settings = algorithm.advantage
+    return build_estimator(
+        settings.kind,
+        gamma=settings.gamma,
+        lam=settings.lam,
+        norm_by_std=settings.norm_by_std,
+        bootstrap_truncated=settings.bootstrap_truncated,
+        options=settings.options,
+    )

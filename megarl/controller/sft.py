@@ -1,0 +1,135 @@
+"""``megarl sft``: supervised fine-tuning on the engine that reinforcement learning trains with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megarl.config.origin import Loaded
+from megarl.config.schema import SftConfig
+from megarl.controller.dispatch import WorkerGroup
+from megarl.controller.session import Session, open_session
+from megarl.controller.state import RunState
+from megarl.controller.workers import TrainPlan, grid
+from megarl.data.batch import Batch
+from megarl.data.sft import SftSource, sft_batch
+from megarl.data.sources import open_source
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.observability.logs import set_context
+from megarl.observability.metrics import Metrics, Sum, values
+from megarl.observability.trace import span
+
+
+def sft(loaded: Loaded[SftConfig]) -> int:
+    """Run ``megarl sft``; returns the exit code.
+
+    Raises:
+        MegarlError: whatever ends the run; the class decides the exit code.
+    """
+    config = loaded.config
+    tokenizer = load_tokenizer(config.model.path)
+    rows = sft_source(config, tokenizer, validation=False)
+    held_out = sft_source(config, tokenizer, validation=True) if config.data.validation else None
+    with open_session(loaded) as session:
+        with span("start"):
+            processes = session.start_processes()
+            model = processes.train(plan(config, session.directory.logs), processes.placement.actor)
+            model.start(model.rendezvous())
+            if session.resume is not None:
+                model.load(session.resume / "actor")
+        if session.state.prompts:
+            rows.load_state_dict(session.state.prompts)
+        session.keep_spans()
+        run_steps(session, config, model, rows, held_out)
+    return 0
+
+
+def sft_source(config: SftConfig, tokenizer: Tokenizer, *, validation: bool) -> SftSource:
+    """The training or the held-out sequences.
+
+    Raises:
+        DataError: a source is missing, empty, or lacks a column.
+    """
+    data = config.data
+    return SftSource(
+        [open_source(source.model_dump()) for source in (data.validation if validation else data.train)],
+        tokenizer,
+        max_tokens=data.max_tokens,
+        overlong="drop" if validation and data.overlong == "error" else data.overlong,
+        system_prompt=data.system_prompt,
+        apply_chat_template=data.apply_chat_template,
+        seed=config.run.seed,
+        shuffle=data.shuffle and not validation,
+    )
+
+
+def run_steps(
+    session: Session, config: SftConfig, model: WorkerGroup, rows: SftSource, held_out: SftSource | None
+) -> None:
+    """All updates that are left, evaluation, checkpoints, the export and the summary."""
+    steps, evaluation = config.run.steps, None if held_out is None else sft_batch(held_out.first(len(held_out)))
+    losses: list[float] = []
+    for step in range(session.state.step + 1, steps + 1):
+        set_context(step=step)
+        with span("step"):
+            batch = sft_batch(rows.next(config.data.sequences_per_step))
+            with span("update"):
+                metrics: Metrics = model.update_sft(batch, [list(range(len(batch)))])
+        metrics |= {**rows.metrics(), "perf/total_num_tokens": Sum(int(batch.sequence_lengths.sum()))}
+        session.log_step(step, metrics)
+        every = config.eval_every_steps
+        if evaluation is not None and (step == steps or (every is not None and step % every == 0)):
+            losses.append(evaluate(session, model, evaluation, step))
+        save_every = config.checkpoint.every_steps
+        if (save_every is not None and step % save_every == 0) or (step == steps and config.checkpoint.at_end):
+            save(session, model, rows, step)
+    hf = session.directory.hf
+    if config.checkpoint.export_hf:
+        with span("export"):
+            shutil.rmtree(hf, ignore_errors=True)
+            model.export_hf(hf)
+    session.finish(
+        {
+            "steps": steps,
+            "val_loss": losses[-1] if losses else None,
+            "hf": str(hf) if config.checkpoint.export_hf else None,
+        }
+    )
+
+
+def evaluate(session: Session, model: WorkerGroup, evaluation: Batch, step: int) -> float:
+    """Loss on the held-out sequences."""
+    with span("evaluation"):
+        metrics: Metrics = model.eval_sft(evaluation)
+    session.log_validation(step, metrics, [])
+    return values(metrics)["val/loss"]
+
+
+def save(session: Session, model: WorkerGroup, rows: SftSource, step: int) -> None:
+    """Write a checkpoint."""
+
+    def write_parts(directory: Path) -> None:
+        (directory / "actor").mkdir()
+        model.save(directory / "actor")
+
+    with span("save"):
+        session.store.save(RunState(step, step, rows.state_dict()), write_parts)
+
+
+def plan(config: SftConfig, logs: Path) -> TrainPlan:
+    """What the model's ranks are told."""
+    return TrainPlan(
+        role="actor",
+        model_dir=Path(config.model.path),
+        random_init=config.model.init == "random",
+        layout=grid(config.actor.layout),
+        device=config.cluster.device,
+        engine=config.actor.engine,
+        optimizer=config.actor.optimizer,
+        head="lm",
+        seed=config.run.seed,
+        total_updates=config.run.steps,
+        with_reference=False,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        logs=logs,
+    )

@@ -1,0 +1,227 @@
+"""The worker processes: thin Ray actors over a training engine. Each method says how a group calls it.
+
+A training worker is one rank of a role. It holds the role's engine and, in the actor's processes, the frozen reference
+policy, which shares the actor's layout and process groups.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+import torch.distributed as dist
+
+from megarl.config.schema.parallel import LayoutConfig
+from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.controller.dispatch import Collect, Split, dispatch
+from megarl.data.batch import Batch, Ragged
+from megarl.models.registry import load_spec
+from megarl.observability.logs import set_up_logging
+from megarl.observability.metrics import Metrics
+from megarl.parallel.grid import ParallelLayout
+from megarl.train.engine import PolicyUpdate, ValueUpdate
+
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan:
+    """Everything a training worker is told about its role.
+
+    Args:
+        role: actor or critic.
+        model_dir: Hugging Face directory with configuration and tokenizer.
+        random_init: draw weights from the seed instead of reading the directory's.
+        layout: parallel degrees.
+        device: cpu or cuda.
+        engine: precision and microbatches.
+        optimizer: optimizer and schedule.
+        head: lm for a policy, value for a critic.
+        seed: of random weights.
+        total_updates: optimizer updates planned for the run.
+        with_reference: hold a frozen copy of the initial policy as well.
+        collective_timeout_s: time-out of collectives.
+        logs: directory of the run's log files.
+    """
+
+    role: str
+    model_dir: Path
+    random_init: bool
+    layout: ParallelLayout
+    device: Literal["cpu", "cuda"]
+    engine: EngineConfig
+    optimizer: OptimizerConfig
+    head: Literal["lm", "value"]
+    seed: int
+    total_updates: int
+    with_reference: bool
+    collective_timeout_s: float
+    logs: Path
+
+
+def grid(layout: LayoutConfig) -> ParallelLayout:
+    """The layout of the schema as the grid that ranks are computed on."""
+    return ParallelLayout(
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=layout.dp,
+        sequence_parallel=layout.sequence_parallel,
+        first_stage_layers=layout.num_layers_in_first_stage,
+        last_stage_layers=layout.num_layers_in_last_stage,
+    )
+
+
+def enter_worker(role: str, rank: int, directory: Path) -> None:
+    """Send a worker's log lines to ``ROLE-RANK.log`` and all else it prints, native crashes included, to ``.out``."""
+    set_up_logging(role, rank, directory=directory)
+    output = os.open(directory / f"{role}-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+
+
+class TrainWorker:
+    """One rank of the actor or the critic."""
+
+    def __init__(self, plan: TrainPlan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self._stopped = threading.Event()
+        self._store: dist.Store | None = None
+        enter_worker(plan.role, rank, plan.logs)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+    def watch(self) -> None:
+        """Returns when the worker is told to stop; fails when the process dies. The controller waits on it."""
+        self._stopped.wait()
+
+    @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+    def stop(self) -> None:
+        """End ``watch``."""
+        self._stopped.set()
+
+    @dispatch(collect=Collect.FIRST)
+    def rendezvous(self) -> tuple[str, int] | None:
+        """Address of the store at which the role's ranks meet; rank 0 opens it and picks a free port."""
+        if self.rank != 0:
+            return None
+        host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    @dispatch()
+    def start(self, address: tuple[str, int]) -> None:
+        """Join the role's process group and build the model."""
+        from megarl.platform.device import get_device
+        from megarl.train.megatron import bootstrap
+        from megarl.train.megatron.engine import MegatronEngine
+
+        plan = self.plan
+        if self._store is None:
+            self._store = dist.TCPStore(*address, is_master=False)
+        device = get_device(plan.device)
+        groups = bootstrap.start(
+            plan.layout,
+            device=device,
+            rank=self.rank,
+            seed=plan.seed,
+            store=self._store,
+            timeout_s=plan.collective_timeout_s,
+        )
+        spec = load_spec(plan.model_dir)
+        weights = None if plan.random_init else plan.model_dir
+        self.engine = MegatronEngine(
+            plan.role,
+            spec,
+            weights,
+            groups,
+            device,
+            plan.engine,
+            plan.optimizer,
+            head=plan.head,
+            seed=plan.seed,
+            total_updates=plan.total_updates,
+            source_dir=plan.model_dir,
+        )
+        self.reference = (
+            MegatronEngine("reference", spec, weights, groups, device, plan.engine, None, seed=plan.seed)
+            if plan.with_reference
+            else None
+        )
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
+    def log_probs(self, batch: Batch, *, temperature: float, with_entropy: bool) -> dict[str, Ragged] | None:
+        """``log_probs`` and ``entropy`` of every response token."""
+        return self.engine.log_probs(batch, temperature=temperature, with_entropy=with_entropy)
+
+    @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
+    def ref_log_probs(self, batch: Batch, *, temperature: float) -> dict[str, Ragged] | None:
+        """``log_probs`` of the frozen reference policy."""
+        assert self.reference is not None
+        return self.reference.log_probs(batch, temperature=temperature)
+
+    @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
+    def values(self, batch: Batch) -> dict[str, Ragged] | None:
+        """``values`` before every response token."""
+        values = self.engine.values(batch)
+        return None if values is None else {"values": values}
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
+    def update_policy(self, batch: Batch, minibatches: list[list[int]], update: PolicyUpdate) -> Metrics | None:
+        """One optimizer update per minibatch."""
+        return self.engine.update_policy(batch, update, minibatches)
+
+    @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
+    def update_values(self, batch: Batch, minibatches: list[list[int]], update: ValueUpdate) -> Metrics | None:
+        """One critic update per minibatch."""
+        return self.engine.update_values(batch, update, minibatches)
+
+    @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
+    def update_sft(self, batch: Batch, minibatches: list[list[int]]) -> Metrics | None:
+        """One update per minibatch on the cross-entropy of masked tokens."""
+        return self.engine.update_sft(batch, minibatches)
+
+    @dispatch(split=Split.ROWS, collect=Collect.METRICS)
+    def eval_sft(self, batch: Batch) -> Metrics | None:
+        """The same loss without an update."""
+        return self.engine.eval_sft(batch)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @dispatch()
+    def save(self, directory: Path) -> None:
+        """Write this role's part of a checkpoint."""
+        self.engine.save(directory)
+
+    @dispatch()
+    def load(self, directory: Path) -> None:
+        """Continue from this role's part of a checkpoint."""
+        self.engine.load(directory)
+
+    @dispatch()
+    def export_hf(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory."""
+        self.engine.export_hf(directory)
+
+    @dispatch()
+    def offload(self) -> None:
+        """Leave the device to the engines."""
+        self.engine.offload()
+        if self.reference is not None:
+            self.reference.offload()
+
+    @dispatch()
+    def onload(self) -> None:
+        """Come back to the device."""
+        self.engine.onload()
+        if self.reference is not None:
+            self.reference.onload()

@@ -1,0 +1,287 @@
+"""One rank of a Megatron-Core model: builds it, and hands each call to the file that does it.
+
+Reading order: ``model`` (what the model is), ``microbatch`` (rows -> packs), ``forward`` (packs -> outputs through the
+pipeline), ``heads`` (hidden states -> log-probs), ``objectives`` (outputs -> loss), ``step`` (updates), ``checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor
+
+from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.data.batch import Batch, Ragged
+from megarl.errors import TrainError
+from megarl.models.rules import VALUE_HEAD
+from megarl.models.spec import ModelSpec
+from megarl.observability.metrics import Metrics
+from megarl.parallel.groups import ParallelGroups
+from megarl.platform.device import Device
+from megarl.train.engine import PolicyUpdate, StateSummary, ValueUpdate
+from megarl.train.megatron import checkpoint, export, offload, step
+from megarl.train.megatron import microbatch as mb
+from megarl.train.megatron.forward import HeadOptions, ModelParts, TokenOutputs, configure_schedule, forward_only
+from megarl.train.megatron.initialize import random_weights
+from megarl.train.megatron.model import build_model
+from megarl.train.megatron.objectives import PolicyObjective, SftObjective, ValueObjective
+from megarl.train.megatron.optimizer import Optimizer
+from megarl.weights.check import detect_naming
+from megarl.weights.files.safetensors_reader import SafetensorsReader, check_model, load_into
+from megarl.weights.layout import megatron_regions
+from megarl.weights.pieces import fill, pieces
+from megarl.weights.region import Region
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_OPTIONAL_COLUMNS = ("rollout_log_probs", "importance_weights")
+
+
+class MegatronEngine:
+    """A model of one role, on one rank (``train.engine.TrainEngine``). Collective: all ranks construct and call alike.
+
+    Args:
+        role: actor, critic or reference; names it in errors and metrics.
+        spec: the model.
+        model_dir: Hugging Face directory with its weights; None draws random ones from the seed.
+        groups: this rank's groups, from ``bootstrap.start``.
+        device: where it computes.
+        engine: precision and microbatches.
+        optimizer: None for a model that is not trained.
+        head: ``lm`` for a policy, ``value`` for a critic, whose head starts at zero unless the directory has one.
+        seed: of random weights.
+        total_updates: planned optimizer updates, for decaying schedules without decay_steps.
+        source_dir: Hugging Face directory whose configuration and tokenizer an export copies; None is ``model_dir``.
+
+    Raises:
+        LayoutError, ModelError: the model, its weights and the layout do not fit together.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        spec: ModelSpec,
+        model_dir: Path | None,
+        groups: ParallelGroups,
+        device: Device,
+        engine: EngineConfig,
+        optimizer: OptimizerConfig | None,
+        *,
+        head: Literal["lm", "value"] = "lm",
+        seed: int = 1,
+        total_updates: int | None = None,
+        source_dir: Path | None = None,
+    ) -> None:
+        self.role = role
+        self.spec = spec
+        self.groups = groups
+        self.device = device
+        self.config = engine
+        self.is_value = head == "value"
+        self._source_dir = model_dir if source_dir is None else source_dir
+        self._dtype = _DTYPES[engine.dtype]
+        (self._module,) = build_model(
+            spec, groups, device=device, dtype=self._dtype, head=head, recompute=engine.recompute
+        )
+        self._naming = detect_naming(self.parameters())
+        self._fill_weights(model_dir, seed)
+        configure_schedule(self._module.config)
+        self._chunk: torch.nn.Module = self._module
+        self.optimizer: Optimizer | None = None
+        if optimizer is not None:
+            self._chunk = DistributedDataParallel(
+                self._module.config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed, bucket_size=None
+                ),
+                self._module,
+            )
+            self.optimizer = Optimizer([self._chunk], optimizer, dtype=self._dtype, total_updates=total_updates)
+        self._offloader = offload.Offloader(self._chunk, self.optimizer, device)
+        self._parts = ModelParts(
+            chunk=self._chunk,
+            module=self._module,
+            vocab_size=spec.vocab_size,
+            chunk_tokens=engine.logits_chunk_tokens,
+            is_value=self.is_value,
+            sequence_parallel=groups.layout.sequence_parallel,
+            tp_group=groups.tp,
+            device=device.torch_device,
+        )
+
+    # -- passes without gradients ------------------------------------------------------------------------------------
+
+    def log_probs(
+        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> dict[str, Ragged] | None:
+        """``log_probs`` (and ``entropy``) of every response token at the current weights, float32 on the CPU."""
+        head = HeadOptions(temperature=temperature, with_entropy=with_entropy)
+        names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
+        return self._per_token(batch, head, names)
+
+    def values(self, batch: Batch) -> Ragged | None:
+        """Value before every response token, float32 on the CPU."""
+        result = self._per_token(batch, HeadOptions(), ("values",))
+        return None if result is None else result["values"]
+
+    def _per_token(self, batch: Batch, head: HeadOptions, names: Sequence[str]) -> dict[str, Ragged] | None:
+        rows = batch.response_lengths.nonzero().flatten().tolist()
+        multiple = self._parts.token_multiple
+        cap = self.config.inference_microbatch_tokens
+        (plan,) = mb.plan_rows(
+            batch.sequence_lengths,
+            [rows],
+            self.config.microbatch_tokens if cap is None else cap,
+            multiple=multiple,
+            dp_group=self.groups.dp,
+        )
+        microbatches = [mb.build(batch, members, multiple=multiple) for members in plan]
+
+        def read(outputs: TokenOutputs, _: mb.Microbatch) -> list[Tensor]:
+            return [getattr(outputs, name) for name in names]
+
+        results = forward_only(self._parts, microbatches, read, head)
+        if not self.groups.reports:
+            return None
+        columns = zip(*results, strict=True) if results else [()] * len(names)
+        return {
+            name: mb.by_row(column, microbatches, batch.response_lengths)
+            for name, column in zip(names, columns, strict=True)
+        }
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def update_policy(self, batch: Batch, update: PolicyUpdate, minibatches: Sequence[Sequence[int]]) -> Metrics | None:
+        """One optimizer update per minibatch (rows of ``batch`` on this replica), in order."""
+        optional = [name for name in _OPTIONAL_COLUMNS if name in batch]
+        return step.update(self._context(), batch, minibatches, PolicyObjective(update, optional, self._sum_over_dp))
+
+    def update_values(self, batch: Batch, update: ValueUpdate, minibatches: Sequence[Sequence[int]]) -> Metrics | None:
+        """One critic update per minibatch."""
+        return step.update(self._context(), batch, minibatches, ValueObjective(update))
+
+    def update_sft(self, batch: Batch, minibatches: Sequence[Sequence[int]] | None = None) -> Metrics | None:
+        """One update per minibatch (default: all rows) on the cross-entropy of tokens under ``response_mask``."""
+        rows = [range(len(batch))] if minibatches is None else minibatches
+        return step.update(self._context("train"), batch, rows, SftObjective())
+
+    def eval_sft(self, batch: Batch) -> Metrics | None:
+        """The same loss without an update."""
+        return step.evaluate(self._context("val"), batch, SftObjective())
+
+    def _context(self, prefix: str | None = None) -> step.StepContext:
+        if prefix != "val" and self.optimizer is None:
+            raise TrainError("this model has no optimizer", where=f"{self.role} rank {self.groups.rank}")
+        return step.StepContext(
+            parts=self._parts,
+            optimizer=self.optimizer,
+            groups=self.groups,
+            cap=self.config.microbatch_tokens,
+            prefix=self.role if prefix is None else prefix,
+        )
+
+    def _sum_over_dp(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self.groups.dp)
+        return tensor
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters by Megatron's name."""
+        return dict(self._module.named_parameters())
+
+    def regions(self) -> list[Region]:
+        """Where this rank's parameters lie in canonical tensors."""
+        return megatron_regions(
+            self.spec,
+            self.groups.layout,
+            self.groups.coordinate,
+            value_head=self.is_value,
+            naming=self._naming,
+        )
+
+    def pieces(self) -> Iterator[tuple[Region, Tensor]]:
+        """The regions this rank stands for, with views of its parameters."""
+        return pieces(self.regions(), self.parameters())
+
+    def _fill_weights(self, model_dir: Path | None, seed: int) -> None:
+        if model_dir is None:
+            fill(self.regions(), self.parameters(), random_weights(self.spec, seed=seed))
+            return
+        with SafetensorsReader(model_dir) as reader:
+            check_model(reader, self.spec, value_head=self.is_value, new_value_head=True)
+            new_head = {VALUE_HEAD: torch.zeros(1, self.spec.hidden_size)} if self.is_value else None
+            load_into(self.regions(), reader, self.parameters(), fresh=new_head)
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory; collective."""
+        export.export_hf(
+            Path(directory),
+            self.spec,
+            self.groups,
+            self.pieces(),
+            dtype=self._dtype,
+            value_head=self.is_value,
+            copy_from=self._source_dir,
+        )
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path, counters: Mapping[str, Any] | None = None) -> None:
+        """Write weights, optimizer, schedule and random state into an empty directory; collective."""
+        checkpoint.save(
+            Path(directory),
+            self._module,
+            self.optimizer,
+            self._rng_state(),
+            self.groups.layout,
+            dp_group=self.groups.dp_cp,
+            counters={} if counters is None else counters,
+        )
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Continue from ``save``; returns the counters given to it; collective."""
+        counters, rng_state = checkpoint.load(
+            Path(directory), self._module, self.optimizer, self.groups.layout, dp_group=self.groups.dp_cp
+        )
+        if rng_state is not None:
+            self._set_rng_state(rng_state)
+        return counters
+
+    def _rng_state(self) -> dict[str, Any]:
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        return {"device": self.device.rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+
+    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        self.device.set_rng_state(state["device"])
+        get_cuda_rng_tracker().set_states(state["tracker"])
+
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to host memory; nothing to do where that is the device."""
+        if self.device.name != "cpu":
+            self._offloader.offload()
+
+    def onload(self) -> None:
+        """Bring them back."""
+        self._offloader.onload()
+
+    def state_summary(self) -> StateSummary:
+        """Bytes this rank holds on its device."""
+        weights = offload.unique_storages(offload.weight_tensors(self._chunk))
+        gradients = offload.unique_storages(offload.gradient_tensors(self._chunk))
+        states: dict[int, torch.UntypedStorage] = {}
+        if self.optimizer is not None:
+            states = offload.unique_storages(offload.optimizer_tensors(self.optimizer))
+        own_states = {address: storage for address, storage in states.items() if address not in weights}
+        return StateSummary(
+            weights_bytes=offload.total_bytes(weights),
+            gradients_bytes=offload.total_bytes(gradients),
+            optimizer_bytes=offload.total_bytes(own_states),
+        )

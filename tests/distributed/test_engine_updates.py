@@ -1,0 +1,120 @@
+"""Updates do not depend on how model and batch are cut: loss, gradient norm, metrics and weights after two updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.models.spec import ModelSpec
+from megarl.observability.metrics import values
+from megarl.parallel.grid import ParallelLayout
+from megarl.train.engine import ValueUpdate
+from megarl.weights.pieces import assemble
+from tests.distributed.engines import make_engine, owned_weights, policy_update, recorded_batch, replica
+from tests.distributed.models import QWEN2
+from tests.distributed.ranks import Rank, RankPool
+
+UNTIED = replace(QWEN2, tied_embeddings=False)
+
+
+def train(
+    rank: Rank, layout: ParallelLayout, spec: ModelSpec, kind: str, cap: int, distributed: bool, options: dict[str, Any]
+) -> tuple[dict[str, float] | None, list[Any]]:
+    groups = rank.start(layout)
+    engine = make_engine(
+        spec, groups, cap=cap, distributed=distributed, head="value" if kind == "value" else "lm"
+    )
+    batch, minibatches = replica(recorded_batch(spec.vocab_size), groups)
+    if kind == "policy":
+        metrics = engine.update_policy(batch, policy_update(**options), minibatches)
+    elif kind == "value":
+        metrics = engine.update_values(batch, ValueUpdate(clip_value=0.2), minibatches)
+    else:
+        metrics = engine.update_sft(batch, minibatches)
+    return None if metrics is None else values(metrics), owned_weights(engine)
+
+
+def outcome(results: list[Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics, which all reporting ranks agree on, and full tensors."""
+    metrics = [metrics for metrics, _ in results if metrics is not None]
+    assert metrics and all(other == metrics[0] for other in metrics)
+    return metrics[0], assemble(piece for _, pieces in results for piece in pieces)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    metrics, weights = actual
+    expected_metrics, expected_weights = expected
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+    for name, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+_one_rank: dict[Any, Any] = {}
+
+
+def on_one_rank(ranks: RankPool, spec: ModelSpec, kind: str, **options: Any) -> Any:
+    """The reference: one process, one microbatch a minibatch, plain optimizer."""
+    key = (spec, kind, tuple(options.items()))
+    if key not in _one_rank:
+        _one_rank[key] = outcome(ranks(1).run(train, ParallelLayout(), spec, kind, 1000, False, options))
+    return _one_rank[key]
+
+
+LAYOUTS = {
+    "one": ParallelLayout(),
+    "tp2": ParallelLayout(tp=2),
+    "tp2-sp": ParallelLayout(tp=2, sequence_parallel=True),
+    "pp2": ParallelLayout(pp=2),
+    "tp2-pp2": ParallelLayout(tp=2, pp=2, sequence_parallel=True),
+    "dp2": ParallelLayout(dp=2),
+    "tp2-dp2": ParallelLayout(tp=2, dp=2),
+    "pp2-dp2": ParallelLayout(pp=2, dp=2),
+}
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["sharded", "plain"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_policy_update_is_the_same_at_every_layout(ranks: RankPool, name: str, distributed: bool) -> None:
+    layout = LAYOUTS[name]
+    results = ranks(layout.world_size).run(train, layout, QWEN2, "policy", 30, distributed, {})
+    assert_same(outcome(results), on_one_rank(ranks, QWEN2, "policy"))
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "tp2-pp2", "pp2-dp2"])
+def test_untied_embeddings_train_alike(ranks: RankPool, name: str) -> None:
+    layout = LAYOUTS[name]
+    results = ranks(layout.world_size).run(train, layout, UNTIED, "policy", 30, True, {})
+    assert_same(outcome(results), on_one_rank(ranks, UNTIED, "policy"))
+
+
+@pytest.mark.parametrize("cap", [22, 40, 1000])
+def test_the_microbatch_cap_changes_nothing(ranks: RankPool, cap: int) -> None:
+    results = ranks(1).run(train, ParallelLayout(), QWEN2, "policy", cap, True, {})
+    assert_same(outcome(results), on_one_rank(ranks, QWEN2, "policy"))
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-sum", "seq-mean-token-mean"])
+def test_row_means_have_global_denominators(ranks: RankPool, aggregation: str) -> None:
+    layout = LAYOUTS["tp2-dp2"]
+    options = {"aggregation": aggregation}
+    results = ranks(layout.world_size).run(train, layout, QWEN2, "policy", 30, True, options)
+    assert_same(outcome(results), on_one_rank(ranks, QWEN2, "policy", **options))
+
+
+@pytest.mark.parametrize("kind", ["gspo", "kl_cov"])
+def test_losses_over_rows_and_over_the_whole_minibatch_do_not_depend_on_the_cut(ranks: RankPool, kind: str) -> None:
+    layout = LAYOUTS["pp2-dp2"]
+    results = ranks(layout.world_size).run(train, layout, QWEN2, "policy", 30, True, {"kind": kind})
+    assert_same(outcome(results), on_one_rank(ranks, QWEN2, "policy", kind=kind))
+
+
+@pytest.mark.parametrize("kind", ["value", "sft"])
+@pytest.mark.parametrize("name", ["tp2", "tp2-sp", "tp2-pp2", "dp2"])
+def test_critic_and_sft_updates_are_the_same_at_every_layout(ranks: RankPool, kind: str, name: str) -> None:
+    layout = LAYOUTS[name]
+    results = ranks(layout.world_size).run(train, layout, QWEN2, kind, 30, True, {})
+    assert_same(outcome(results), on_one_rank(ranks, QWEN2, kind))

@@ -1,0 +1,105 @@
+"""Checksums: golden value, additivity over shards, and the corruptions that must change them."""
+
+import itertools
+
+import pytest
+import torch
+
+from megarl.weights.checksum import MODULUS, checksum, checksum_tensor
+from megarl.weights.region import whole
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8]
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return (100 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def of(tensor: torch.Tensor) -> int:
+    return checksum(tensor, whole(tuple(tensor.shape)))
+
+
+def splitmix(index: int, seed: int) -> int:
+    """The published generator (Steele et al. 2014), made odd."""
+    x = (index * 0x9E3779B97F4A7C15 + seed) % MODULUS
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % MODULUS
+    return (x ^ (x >> 31)) | 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_value_is_that_of_the_formula_in_python_integers(dtype):
+    tensor = random_tensor(5, 7, dtype=dtype)
+    size = dtype.itemsize
+    lanes = 8 // size
+    expected = 0
+    for row, column in itertools.product(range(5), range(7)):
+        bits = int.from_bytes(bytes(tensor[row, column].reshape(1).view(torch.uint8).tolist()), "little")
+        factor = splitmix(row, 0x243F6A8885A308D3) * splitmix(column // lanes, 0x13198A2E03707344)
+        expected += (bits << (8 * size * (column % lanes))) * factor
+    assert of(tensor) == expected % MODULUS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", [(0, 8, 24), (0, 3, 24), (0, 5, 6, 7, 24)])
+def test_shards_add_up_whatever_the_cut(dtype, cuts):
+    tensor = random_tensor(12, 24, dtype=dtype)
+    total = 0
+    for (a, b), (c, d) in itertools.product(itertools.pairwise((0, 5, 12)), itertools.pairwise(cuts)):
+        total += checksum(tensor[a:b, c:d], ((a, b), (c, d)))
+    assert total % MODULUS == of(tensor)
+
+
+def test_shards_of_vectors_and_of_stacked_matrices_add_up():
+    vector, stack = random_tensor(13), random_tensor(3, 4, 6)
+    assert (checksum(vector[:5], ((0, 5),)) + checksum(vector[5:], ((5, 13),))) % MODULUS == of(vector)
+    parts = [checksum(stack[i, j : j + 1][None], ((i, i + 1), (j, j + 1), (0, 6))) for i in range(3) for j in range(4)]
+    assert sum(parts) % MODULUS == of(stack)
+
+
+def test_strides_do_not_matter():
+    tensor = random_tensor(8, 6)
+    assert of(tensor.T.contiguous().T) == of(tensor)
+    assert of(torch.cat([tensor, tensor], 1)[:, :6]) == of(tensor)
+
+
+def test_an_empty_piece_adds_nothing():
+    assert checksum(torch.empty(0, 4), ((3, 3), (0, 4))) == 0
+
+
+def test_large_tensors_are_summed_in_chunks_alike():
+    tensor = random_tensor(3000, 701)
+    parts = checksum(tensor[:, 1:], ((0, 3000), (1, 701))), checksum(tensor[:, :1], ((0, 3000), (0, 1)))
+    assert sum(parts) % MODULUS == of(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_corruption_changes_it(dtype):
+    tensor = random_tensor(16, 32, dtype=dtype)
+    good = of(tensor)
+    swapped_rows = tensor[torch.tensor([1, 0, *range(2, 16)])]
+    swapped_columns = tensor[:, torch.tensor([4, 5, 6, 7, 0, 1, 2, 3, *range(8, 32)])]
+    zeroed = tensor.clone()
+    zeroed[3, 8:16] = 0
+    stale = tensor.clone()
+    stale[:8] = random_tensor(8, 32, dtype=dtype, seed=1)
+    others = [swapped_rows, swapped_columns, zeroed, stale, tensor.roll(1, 0), tensor.roll(1, 1), tensor.flip(1)]
+    assert good not in [of(other) for other in others]
+    assert checksum(tensor, ((16, 32), (0, 32))) != good
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_any_single_flipped_bit_changes_it(dtype):
+    tensor = random_tensor(2, 8, dtype=dtype)
+    good = of(tensor)
+    raw = tensor.view(torch.uint8)
+    for row, byte, bit in itertools.product(range(2), range(raw.shape[1]), range(8)):
+        raw[row, byte] ^= 1 << bit
+        assert of(tensor) != good
+        raw[row, byte] ^= 1 << bit
+    assert of(tensor) == good
+
+
+def test_the_scalar_form_is_the_same_number():
+    tensor = random_tensor(4, 4)
+    assert int(checksum_tensor(tensor, whole((4, 4)))) % MODULUS == of(tensor)
