@@ -1,8 +1,8 @@
 """Correction for the difference between the policy that sampled and the one that trains (four policies, two modes).
 
-lr = train - rollout log-probs. In decoupled mode train is the proximal old policy, recomputed by the trainer; the weight
-old/rollout multiplies the token loss and the PPO ratio is current/old. In bypass mode old is the rollout policy: the PPO
-ratio already is current/rollout, a ppo loss gets no second weight, and rejection compares current with rollout.
+lr = train - rollout log-probs. In decoupled mode train is the proximal old policy, recomputed by the trainer; the
+weight old/rollout multiplies the token loss and the PPO ratio is current/old. In bypass mode old is the rollout policy:
+the PPO ratio already is current/rollout, a ppo loss gets no second weight, and rejection compares current with rollout.
 
 Sources: truncated importance sampling (Yao et al., fengyao.notion.site/off-policy-rl), masked importance sampling and
 rejection (Liu et al., richardli.xyz/rl-collapse), bands (IcePop, Ring-1T, arXiv:2510.18855). Names follow verl 0.9.
@@ -144,8 +144,8 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor]:
     """Detached weights train/rollout, [B, T], 0 off the mask; and on how many tokens a bound acts, a scalar.
 
-    token: exp(clamp(lr, -20, 20)). sequence: exp(clamp(sum of lr over the row, -20, 20)) on each of its tokens. Capped at
-    ``upper``; with ``lower`` they are 0 outside [lower, upper] instead (a band).
+    token: exp(clamp(lr, -20, 20)). sequence: exp(clamp(sum of lr over the row, -20, 20)) on each of its tokens. Capped
+    at ``upper``; with ``lower`` they are 0 outside [lower, upper] instead (a band).
 
     Shapes: log_ratio [B, T] float, mask [B, T] bool, whole rows.
     """
@@ -169,7 +169,8 @@ def reject(log_ratio: Tensor, mask: Tensor, rejections: Sequence[Rejection]) -> 
     if not rejections:
         return mask, {}
     lr = select(mask, widen(log_ratio)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    kept, metrics = mask, {}
+    kept = mask
+    metrics: Metrics = {}
     for rule in rejections:
         value, is_row = _statistic(lr, mask, rule.statistic)
         low, high = rule.bounds()
@@ -199,9 +200,9 @@ def _statistic(lr: Tensor, mask: Tensor, name: str) -> tuple[Tensor, bool]:
 def gap_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Metrics:
     """How far apart the two policies are on the sampled tokens, named as in verl, ``rollout_corr/...``.
 
-    kl <-lr>, k3_kl <exp(lr) - lr - 1>, chi2_token <exp(2 lr)> - 1, chi2_seq over rows of exp(2 sum lr) - 1; log-perplexities
-    (mean negative log-prob of a row, averaged over rows with a valid token) of both policies, their difference and its
-    extremes, perplexities and their ratio.
+    kl <-lr>, k3_kl <exp(lr) - lr - 1>, chi2_token <exp(2 lr)> - 1, chi2_seq over rows of exp(2 sum lr) - 1;
+    log-perplexities (mean negative log-prob of a row, averaged over rows with a valid token) of both policies, their
+    difference and its extremes, perplexities and their ratio.
 
     Shapes: all [B, T].
     """

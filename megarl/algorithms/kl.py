@@ -20,10 +20,11 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, 
     """Per-token estimate of KL(current || reference) from tokens of the current policy, x = log_probs - ref_log_probs.
 
     k1: x. abs: |x|. k2: x^2 / 2. k3: clamp(exp(-x) + x - 1, -10, 10) with -x clamped to +-20
-    (Schulman, joschu.net/blog/kl-approx.html). A ``+`` (``k1+``, ``abs+``, ``k3+``) keeps the value and takes the gradient
-    of k2, whose expectation is the gradient of the KL. Where a clamp acts, the gradient is 0.
+    (Schulman, joschu.net/blog/kl-approx.html). A ``+`` (``k1+``, ``abs+``, ``k3+``) keeps the value and takes the
+    gradient of k2, whose expectation is the gradient of the KL. Where a clamp acts, the gradient is 0.
 
-    Shapes: all [B, T], float and bool. Returns [B, T] at least float32, 0 off the mask, differentiable in log_probs only.
+    Shapes: all [B, T], float and bool. Returns [B, T] at least float32, 0 off the mask, differentiable in log_probs
+    only.
 
     Raises:
         ConfigError: unknown estimator.
@@ -97,7 +98,7 @@ class KlController:
         self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Take one step's measured KL, in nats per token, over that many samples. A NaN (nothing measured) is ignored."""
+        """Take one step's measured KL, in nats per token, over that many samples; NaN (nothing measured) is ignored."""
         if self._adaptive and kl == kl:
             error = min(max(kl / self._target - 1, -0.2), 0.2)
             self.value *= 1 + error * num_samples / self._horizon

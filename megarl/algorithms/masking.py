@@ -1,6 +1,7 @@
 """Selection of valid tokens and the numbers taken from them: the one place where a mask meets arithmetic.
 
-Masks select with ``torch.where`` before anything is computed; nothing is ever multiplied by a mask, since 0 * nan is nan.
+Masks select with ``torch.where`` before anything is computed; nothing is ever multiplied by a mask, since 0 * nan is
+nan.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 Reduce: TypeAlias = Callable[[Tensor], Tensor] | None
 
 LOG_RATIO_BOUND = 20.0
-# Rows are taken in blocks of about this many tokens on CPU: temporaries then stay in cache, where elementwise operations
-# run three times as fast as from memory. One block on an accelerator, where launches cost more than traffic.
+# Rows are taken in blocks of about this many tokens on CPU: temporaries then stay in cache, where elementwise
+# operations run three times as fast as from memory. One block on an accelerator, where launches cost more than traffic.
 _BLOCK_TOKENS = 1 << 17
 
 
@@ -30,9 +31,9 @@ def select(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, widen(values), 0.0)
 
 
-def blocks(num_rows: int, row_tokens: int, device: torch.device) -> Iterator[slice]:
+def blocks(num_rows: int, tokens_per_row: int, device: torch.device) -> Iterator[slice]:
     """Slices of rows that cover the batch; a single slice off the CPU."""
-    rows = num_rows if device.type != "cpu" else max(1, _BLOCK_TOKENS // max(1, row_tokens))
+    rows = num_rows if device.type != "cpu" else max(1, _BLOCK_TOKENS // max(1, tokens_per_row))
     for start in range(0, num_rows, max(1, rows)):
         yield slice(start, min(start + rows, num_rows))
 
@@ -59,7 +60,7 @@ def attach(source: Tensor, value: Tensor, slope: Tensor) -> Tensor:
     """
     if not (source.requires_grad and torch.is_grad_enabled()):
         return value
-    attached: Tensor = _Attach.apply(source, value, slope)  # type: ignore[no-untyped-call]
+    attached: Tensor = _Attach.apply(source, value, slope)
     return attached
 
 
@@ -67,14 +68,14 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, source: Tensor, value: Tensor, slope: Tensor) -> Tensor:
         ctx.save_for_backward(slope)
-        ctx.source_dtype = source.dtype  # type: ignore[attr-defined]
+        ctx.source_dtype = source.dtype
         return value.view_as(value)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return (grad * slope).to(ctx.source_dtype), None, None  # type: ignore[attr-defined]
+        (slope,) = ctx.saved_tensors
+        return (grad * slope).to(ctx.source_dtype), None, None
 
 
 def to_floats(scalars: Mapping[str, Tensor]) -> dict[str, float]:

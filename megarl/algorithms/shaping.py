@@ -34,8 +34,8 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
 def length_penalty(lengths: Tensor, correct: Tensor, group: Tensor, *, factor: float) -> Tensor:
     """Reward for being short among the responses to a prompt (Kimi k1.5, arXiv:2501.12599, section 2.3.3): [B] float32.
 
-    lam = 0.5 - (length - min) / (max - min) over the group; factor * lam for a correct response, factor * min(0, lam) for
-    a wrong one; 0 in a group of equal lengths.
+    lam = 0.5 - (length - min) / (max - min) over the group; factor * lam for a correct response, factor * min(0, lam)
+    for a wrong one; 0 in a group of equal lengths.
 
     Shapes: lengths [B] int64, correct [B] bool, group [B] int64 (any numbers).
     """
@@ -94,7 +94,10 @@ def whiten_scores(scores: Tensor, counted: Tensor) -> Tensor:
 
 
 def groups_with_signal(scores: Tensor, group: Tensor) -> Tensor:
-    """Rows whose group holds at least two different scores: [B] bool. Shapes: scores [B], group [B] int64, any numbers."""
+    """Rows whose group holds at least two different scores: [B] bool.
+
+    Shapes: scores [B] float, group [B] int64 (any numbers).
+    """
     unique, index = torch.unique(group, return_inverse=True)
     empty = scores.new_zeros(len(unique))
     largest = empty.scatter_reduce(0, index, scores, "amax", include_self=False)
@@ -103,7 +106,7 @@ def groups_with_signal(scores: Tensor, group: Tensor) -> Tensor:
 
 
 class GroupFilter:
-    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): drop groups of equal scores, sample until enough are left.
+    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): drop groups of equal scores, sample until enough are.
 
     One filter serves one step: ``admit`` each round's rows, until it is full or out of rounds. It holds no samples.
 

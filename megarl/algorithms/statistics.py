@@ -1,4 +1,4 @@
-"""Metrics whose merge is more than a sum: deviation, effective sample size, explained variance; and batch statistics."""
+"""Metrics whose merge is more than a sum (deviation, effective sample size, explained variance); batch statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.observability.metrics import Max, Mean, Metrics, Min
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and summed squared deviations of numbers seen apart; merged without cancellation (Chan et al. 1979)."""
+    """Count, mean and summed squared deviations, merged without cancellation (Chan, Golub, LeVeque 1979)."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -120,8 +120,8 @@ def batch_metrics(
 ) -> Metrics:
     """Statistics of a batch under the names verl's users know, for whatever is given.
 
-    critic/score and critic/rewards are over rows with a valid token, critic/advantages, critic/returns and critic/values
-    over valid tokens; each has /mean, /max and /min. Values with returns add critic/vf_explained_var.
+    critic/score and critic/rewards are over rows with a valid token, critic/advantages, critic/returns and
+    critic/values over valid tokens; each has /mean, /max and /min. Values with returns add critic/vf_explained_var.
 
     Shapes: scores [B]; all others [B, T].
     """

@@ -22,7 +22,7 @@ def value_loss(
     slope = torch.empty_like(loss)
     with torch.no_grad():
         sums = {"vf_clipfrac": loss.new_zeros((), dtype=torch.float64), "vpred_mean": loss.new_zeros(()).double()}
-        for rows in blocks(*values.shape, values.device):
+        for rows in blocks(values.shape[0], values.shape[1], values.device):
             mask = response_mask[rows]
             value = select(mask, values[rows])
             target = select(mask, returns[rows])
@@ -31,7 +31,8 @@ def value_loss(
             larger = free
             if clip is not None:
                 old = select(mask, old_values[rows])
-                # Two-sided minimum: a value inside the bounds comes out bit for bit, so that free and clipped compare equal.
+                # Two-sided minimum: a value inside the bounds comes out bit for bit, so that free and clipped compare
+                # equal.
                 clipped = torch.minimum(torch.maximum(value, old - clip), old + clip).sub_(target).square_()
                 larger = torch.maximum(free, clipped)
                 sums["vf_clipfrac"] += count_below(free, clipped)

@@ -21,7 +21,7 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce = None) -> tuple[Tensor,
     Shapes: values [B, T] float, mask [B, T] bool. ``reduce`` sums over the ranks that hold the rest of the batch.
     """
     result = select(mask, values)
-    rows = list(blocks(*result.shape, result.device))
+    rows = list(blocks(result.shape[0], result.shape[1], result.device))
     first = torch.stack([num_tokens(mask).double(), _total([result[r].sum() for r in rows], result)])
     count, total = (first if reduce is None else reduce(first)).tolist()
     if count < 2:
@@ -37,7 +37,7 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce = None) -> tuple[Tensor,
 
 
 def whiten_rows(row_values: Tensor, num_tokens: Tensor, reduce: Reduce = None) -> tuple[Tensor, Metrics]:
-    """The same for values that are equal on all tokens of a row: [B] float64 with [B] token counts; 0 for empty rows."""
+    """The same for values equal on all tokens of a row: [B] float64 with token counts [B]; 0 for empty rows."""
     weight = num_tokens.to(row_values.dtype)
     values = torch.where(num_tokens > 0, row_values, 0.0)
     first = torch.stack([weight.sum(), (weight * values).sum()])

@@ -44,6 +44,7 @@ def _schedule(role: str) -> tuple[Switch, ...]:
 
 
 _KL_ON = (_equals("loss", "reward"), "where loss or reward")
+_WEIGHTS = (_equals("token", "sequence"), "weights token or sequence")
 _OWN_OR = "or your own estimator"
 
 
@@ -64,6 +65,10 @@ SWITCHES: tuple[Switch, ...] = (
         _equals("seq-mean-token-sum-norm"),
         "seq-mean-token-sum-norm",
     ),
+    Switch("algorithm.correction.upper", "algorithm.correction.weights", *_WEIGHTS),
+    Switch("algorithm.correction.lower", "algorithm.correction.weights", *_WEIGHTS),
+    Switch("algorithm.correction.normalize", "algorithm.correction.weights", *_WEIGHTS),
+    Switch("algorithm.correction.group_stats", "algorithm.correction.reject", bool, "rejection"),
     Switch("algorithm.advantage.lam", "algorithm.advantage.kind", *_estimator("gae")),
     Switch("algorithm.advantage.bootstrap_truncated", "algorithm.advantage.kind", *_estimator("gae")),
     Switch("algorithm.advantage.norm_by_std", "algorithm.advantage.kind", *_estimator("grpo", "grpo_passk", "gdpo")),

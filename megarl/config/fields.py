@@ -65,30 +65,74 @@ def default_of(info: FieldInfo) -> Any:
     return NO_DEFAULT if info.is_required() else info.get_default(call_default_factory=True)
 
 
-def filled(model: type[StrictModel], given: Mapping[str, Any], base: StrictModel | None = None) -> dict[str, Any]:
-    """``given`` over the schema's defaults, keys that the schema does not know included.
+def filled(
+    model: type[StrictModel],
+    given: Mapping[str, Any],
+    base: StrictModel | None = None,
+    *,
+    prefix: str = "",
+    implied: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """``given`` over what its keys imply over the schema's defaults, keys that the schema does not know included.
 
     A section's default is the *instance* its parent declares (``critic.optimizer`` starts from lr 1e-5), also where
     only some of its keys are given; pydantic alone would fall back to the defaults of the section's class.
+
+    Args:
+        model: the section.
+        given: plain values that something other than the schema set.
+        base: instance that holds the defaults, if its parent declares one.
+        prefix: key of the section with a dot behind it.
+        implied: receives each key whose value another key stands for, and that other key.
     """
+    stands_for, by = model.implied(dict(given))
+    if stands_for:
+        if implied is not None:
+            implied.update({f"{prefix}{key}": f"{prefix}{by}" for key in _leaves(stands_for) if not _has(given, key)})
+        given = _over(given, stands_for)
     result: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         default = getattr(base, name) if base is not None else default_of(info)
         if name in given:
-            result[name] = _filled_value(info, given[name], default)
+            result[name] = _filled_value(info, given[name], default, f"{prefix}{name}.", implied)
         elif default is not NO_DEFAULT:
             result[name] = plain(default)
     result.update({name: value for name, value in given.items() if name not in result})
     return result
 
 
-def _filled_value(info: FieldInfo, value: Any, default: Any) -> Any:
+def _filled_value(info: FieldInfo, value: Any, default: Any, prefix: str, implied: dict[str, str] | None) -> Any:
     models = submodels(info.annotation)
     if models and isinstance(value, Mapping) and not is_list(info.annotation):
-        return filled(models[0], value, default if isinstance(default, models[0]) else None)
+        base = default if isinstance(default, models[0]) else None
+        return filled(models[0], value, base, prefix=prefix, implied=implied)
     if models and isinstance(value, list):
         return [filled(member(models, item), item) if isinstance(item, Mapping) else item for item in value]
     return value
+
+
+def _over(above: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for name, value in above.items():
+        under = result.get(name)
+        result[name] = _over(value, under) if isinstance(value, Mapping) and isinstance(under, Mapping) else value
+    return result
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _has(values: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True
 
 
 def member(models: Sequence[type[StrictModel]], value: Mapping[str, Any]) -> type[StrictModel]:

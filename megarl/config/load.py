@@ -97,7 +97,11 @@ def _first_comment(path: Path) -> str:
 
 def _load(root: type[Config], preset: str, overrides: Sequence[str]) -> Loaded[Config]:
     given, origins = _compose(preset, overrides)
-    values, broken, unresolved = _resolve(fields.filled(root, given), origins)
+    implied: dict[str, str] = {}
+    complete = fields.filled(root, given, implied=implied)
+    for key, by in implied.items():
+        origins.put(key, Origin(f"{by}, {origins.of(by)}", origins.of(by).level))
+    values, broken, unresolved = _resolve(complete, origins)
     config, invalid = check(root, values, origins, _breaches, broken=broken)
     violations: list[str] = unresolved + invalid
     if config is None or violations:

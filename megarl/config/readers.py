@@ -4,6 +4,8 @@ A read is an attribute access whose receiver is known to be a section of the sch
 annotated with it, a name assigned from such an expression, an element of such a list. ``engine.dtype`` counts for
 ``EngineConfig.dtype`` only where ``engine`` is known to be an ``EngineConfig``; an untyped receiver counts for nothing.
 So a field without a reader is really unread or read through code without annotations, and both want mending.
+``section.model_dump()`` hands a small section on as a whole and reads all its fields; dumping a section of sections
+does not count, since that is how configurations are logged.
 
 A type is a set of class names; a container has the types of what it holds (``list[A | B]`` is ``{A, B}``), which is
 enough, since sections share no attribute with lists and dictionaries.
@@ -34,9 +36,10 @@ class Read:
 
     path: str
     line: int
+    as_whole: bool = False
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
+        return f"{self.path}:{self.line}" + (" (with its section as a whole)" if self.as_whole else "")
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class _Classes:
     attributes: dict[str, dict[str, Types]] = field(default_factory=lambda: defaultdict(dict))
     functions: dict[str, Types] = field(default_factory=dict)
     properties: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    dumps: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def attribute(self, owner: Types, name: str) -> Types:
         found = [self.attributes[cls].get(name, _NOTHING) for cls in owner if cls in self.attributes]
@@ -64,6 +68,7 @@ def find_reads(roots: Iterable[type[StrictModel]], package: Path, *, exclude: st
     sections: set[str] = set()
     for model in _all_models(roots):
         sections.add(model.__name__)
+        classes.dumps[model.__name__] = _dumped(model)
         for name, info in model.model_fields.items():
             classes.attributes[model.__name__][name] = frozenset(m.__name__ for m in submodels(info.annotation))
         classes.properties.update(_properties(model))
@@ -79,6 +84,8 @@ def find_reads(roots: Iterable[type[StrictModel]], package: Path, *, exclude: st
             for cls in owner & sections:
                 for fieldname in classes.properties.get((cls, name), {name}):
                     reads[cls, fieldname].add(Read(shown, line))
+                for key in classes.dumps[cls] if name == "model_dump" else ():
+                    reads[key].add(Read(shown, line, as_whole=True))
     return {key: sorted(places) for key, places in reads.items()}
 
 
@@ -91,6 +98,14 @@ def _all_models(roots: Iterable[type[StrictModel]]) -> list[type[StrictModel]]:
             found[model] = None
             stack += [m for info in model.model_fields.values() for m in submodels(info.annotation)]
     return list(found)
+
+
+def _dumped(model: type[StrictModel]) -> list[tuple[str, str]]:
+    """Fields read by dumping a section: its own and those of small sections in it; none for a section of sections."""
+    inner = [m for info in model.model_fields.values() for m in submodels(info.annotation)]
+    if any(submodels(info.annotation) for m in inner for info in m.model_fields.values()):
+        return []
+    return [(m.__name__, name) for m in (model, *inner) for name in m.model_fields]
 
 
 def _properties(model: type[StrictModel]) -> Iterator[tuple[tuple[str, str], set[str]]]:

@@ -80,6 +80,8 @@ def _line(root: type[StrictModel], detail: ErrorDetails, origins: Origins) -> st
         section = origins.near(key)
         place = f" ({section})" if section.level else ""
         return f"{key}: required ({expected}) but not set{place}{_did_you_mean_sibling(value, key)}"
+    if kind in ("value_error", "assertion_error"):  # a validator of the section
+        return f"{key}: {detail['msg'].partition(', ')[2]} ({origins.near(key)})"
     expected = fields.expectation(info) if info is not None else detail["msg"]
     if kind == "union_tag_invalid":
         key, expected = f"{key}.kind", f"one of {detail['ctx']['expected_tags']}".replace("'", "")

@@ -40,9 +40,10 @@ def train(loaded: Loaded[TrainConfig]) -> int:
     tokenizer = load_tokenizer(config.model.path)
     prompts = prompt_source(config, tokenizer, validation=False)
     held_out = prompt_source(config, tokenizer, validation=True) if config.data.validation else None
-    with open_session(loaded) as session, RewardPool.from_values(**config.reward.model_dump()) as pool:
+    with open_session(loaded) as session, RewardPool(**config.reward.model_dump()) as pool:
         reward = RewardRole(pool, tokenizer)
         with span("start"):
+            pool.ready()
             roles, groups = start_roles(session, config, reward)
         session.keep_spans()
         Run(session, config, roles, groups, prompts, held_out).go()

@@ -49,11 +49,13 @@ class MathReward:
         return {"score": float(is_right), "accuracy": float(is_right), "extracted": float(bool(found))}
 
     def _read(self, text: str, *, is_reference: bool) -> list[Any]:
-        """Expressions in a text; a bare answer is read as LaTeX mathematics when it is nothing as it stands."""
-        found = self._parse(text)
-        if is_reference and "\\" in text and "$" not in text and "\\boxed" not in text:
-            return self._parse(f"${text}$") or found
-        return found
+        """Expressions in a text; one that is an answer and nothing else is read as mathematics throughout.
+
+        Without the dollars ``3x+2`` would be read as the number 3.
+        """
+        if is_reference and "$" not in text and "\\boxed" not in text:
+            return self._parse(f"${text}$") or self._parse(text)
+        return self._parse(text)
 
     def _parse(self, text: str) -> list[Any]:
         try:

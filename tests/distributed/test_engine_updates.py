@@ -56,11 +56,11 @@ def assert_same(actual: Any, expected: Any) -> None:
 _one_rank: dict[Any, Any] = {}
 
 
-def on_one_rank(ranks: RankPool, spec: ModelSpec, kind: str, **options: Any) -> Any:
+def on_one_rank(ranks: RankPool, spec: ModelSpec, role: str, **options: Any) -> Any:
     """The reference: one process, one microbatch a minibatch, plain optimizer."""
-    key = (spec, kind, tuple(options.items()))
+    key = (spec, role, tuple(options.items()))
     if key not in _one_rank:
-        _one_rank[key] = outcome(ranks(1).run(train, ParallelLayout(), spec, kind, 1000, False, options))
+        _one_rank[key] = outcome(ranks(1).run(train, ParallelLayout(), spec, role, 1000, False, options))
     return _one_rank[key]
 
 

@@ -157,7 +157,8 @@ class Estimator:
             group_id: [B] int64, any numbers.
             values: [B, T] float.
             truncated: [B] bool.
-            kept: [B, T] bool, what rollout correction left of the mask; None keeps all. A row without a kept token leaves
+            kept: [B, T] bool, what rollout correction left of the mask; None keeps all. A row without a kept token
+            leaves
                 its group's baseline unless group_stats is "all".
             counted: [B] bool, rows that count in group statistics (one final trajectory per session); None counts all.
             group_stats: whether rows rejected whole count.

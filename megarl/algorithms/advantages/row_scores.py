@@ -74,7 +74,11 @@ def _group_extreme(inputs: RowInputs, scores: Tensor, which: str) -> Tensor:
 
 
 def grpo(inputs: RowInputs, *, norm_by_std: bool) -> tuple[Tensor, Metrics]:
-    """(s - mu) / (sigma + 1e-6) (GRPO, arXiv:2402.03300, section 4.1.2); without norm_by_std s - mu (Dr. GRPO, 2503.20783)."""
+    """GRPO (arXiv:2402.03300, section 4.1.2): (s - mu) / (sigma + 1e-6).
+
+    Without norm_by_std s - mu (Dr. GRPO, arXiv:2503.20783). Libraries differ: sigma has ddof 1 here and in verl, 0 in
+    torchtitan; eps is 1e-4 in TRL; a group of one gives its raw reward in verl.
+    """
     groups = group_statistics(inputs, inputs.scores)
     return _grpo(groups, norm_by_std), groups.metrics
 
@@ -85,14 +89,14 @@ def _grpo(groups: Groups, norm_by_std: bool) -> Tensor:
 
 
 def rloo(inputs: RowInputs) -> tuple[Tensor, Metrics]:
-    """s minus the mean of the others, (s - mu) n / (n - 1) (RLOO, arXiv:2402.14740, section 3)."""
+    """RLOO (arXiv:2402.14740, section 3): s minus the mean of the others, (s - mu) n / (n - 1)."""
     groups = group_statistics(inputs, inputs.scores)
     scale = groups.size / (groups.size - 1).clamp(min=1)
     return torch.where(groups.signal, groups.centered * scale, 0.0), groups.metrics
 
 
 def reinforce_plus_plus_baseline(inputs: RowInputs) -> tuple[Tensor, Metrics]:
-    """s - mu, whitened over the tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
+    """REINFORCE++-baseline (arXiv:2501.03262): s - mu, whitened over the tokens of the batch."""
     groups = group_statistics(inputs, inputs.scores)
     centered = torch.where(groups.signal, groups.centered, 0.0)
     whitened, metrics = whiten_rows(centered, inputs.num_tokens, inputs.reduce)
@@ -100,7 +104,7 @@ def reinforce_plus_plus_baseline(inputs: RowInputs) -> tuple[Tensor, Metrics]:
 
 
 def opo(inputs: RowInputs) -> tuple[Tensor, Metrics]:
-    """s - sum(length s) / sum(length) over the group, length in kept tokens (OPO, arXiv:2505.23585, eq. 8)."""
+    """OPO (arXiv:2505.23585, eq. 8): s - sum(length s) / sum(length) over the group, length in kept tokens."""
     groups = group_statistics(inputs, inputs.scores)
     length = torch.where(inputs.counted, inputs.num_tokens.to(inputs.scores.dtype), 0.0)
     scores = torch.where(inputs.counted, inputs.scores, 0.0)
@@ -109,7 +113,7 @@ def opo(inputs: RowInputs) -> tuple[Tensor, Metrics]:
 
 
 def gpg(inputs: RowInputs) -> tuple[Tensor, Metrics]:
-    """alpha (s - mu), alpha = B / max(1, number of rows with s != 0) over the counted rows (GPG, arXiv:2504.02546)."""
+    """GPG (arXiv:2504.02546): alpha (s - mu), alpha = B / max(1, number of rows with s != 0) over the counted rows."""
     groups = group_statistics(inputs, inputs.scores)
     counts = torch.stack([inputs.counted.sum(), (inputs.counted & (inputs.scores != 0)).sum()]).double()
     if inputs.reduce is not None:
@@ -119,7 +123,7 @@ def gpg(inputs: RowInputs) -> tuple[Tensor, Metrics]:
 
 
 def grpo_passk(inputs: RowInputs, *, norm_by_std: bool) -> tuple[Tensor, Metrics]:
-    """Only the best row of a group: (max - second) / (sigma + 1e-6), others 0 (Pass@k, arXiv:2503.19595).
+    """Pass@k (arXiv:2503.19595): (max - second) / (sigma + 1e-6) for the best row of a group, 0 for the others.
 
     Without norm_by_std max - second. A tie for the best gives 0.
     """
@@ -135,7 +139,7 @@ def grpo_passk(inputs: RowInputs, *, norm_by_std: bool) -> tuple[Tensor, Metrics
 
 
 def gdpo(inputs: RowInputs, *, norm_by_std: bool, weights: dict[str, float] | None = None) -> tuple[Tensor, Metrics]:
-    """grpo on each reward component, their weighted sum, whitened over the tokens (GDPO, arXiv:2601.05242).
+    """GDPO (arXiv:2601.05242): grpo on each reward component, their weighted sum, whitened over the tokens.
 
     Args:
         inputs: with reward_components.

@@ -14,8 +14,8 @@ _NEGLIGIBLE = 1e-30
 def discounted_reverse_sum(values: Tensor, discount: float) -> Tensor:
     """y_t = x_t + discount * y_{t+1} along the last axis, y after the end 0.
 
-    By doubling: after step k each element holds the sum of its next 2^k terms. The summation is a tree, so its error grows
-    with log T; no step depends on the one before it in time, unlike the loop over T that peers run.
+    By doubling: after step k each element holds the sum of its next 2^k terms. The summation is a tree, so its error
+    grows with log T; no step depends on the one before it in time, unlike the loop over T that peers run.
 
     Shapes: [b, T] float, gaps already closed (``Packing``). Returns [b, T].
     """
@@ -33,7 +33,7 @@ def discounted_reverse_sum(values: Tensor, discount: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Rows with the gaps in their masks closed: valid tokens moved to the front, so that a carry bridges gaps by itself.
+    """Rows with the gaps in their masks closed: valid tokens moved to the front, so that a carry bridges gaps.
 
     Args:
         mask: [B, T] bool.

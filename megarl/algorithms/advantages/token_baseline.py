@@ -16,9 +16,9 @@ _EPS = 1e-8
 def optimal_token_baseline(inputs: TokenInputs) -> Advantages:
     """G_t - B_t with B_t = sum_group(G W m) / (sum_group(W m) + 1e-8) (optimal token baseline, arXiv:2602.07078).
 
-    w = 1 - 2 pi + sum_v pi_v^2, times the squared importance weight if there are any; W = cumsum(w m) along the row; G is
-    the undiscounted reward to go. Sums run over the counted rows of the group at the same position. Rows of a group with
-    fewer than two counted rows get 0.
+    w = 1 - 2 pi + sum_v pi_v^2, times the squared importance weight if there are any; W = cumsum(w m) along the row; G
+    is the undiscounted reward to go. Sums run over the counted rows of the group at the same position. Rows of a group
+    with fewer than two counted rows get 0.
 
     Raises:
         DataError: old_log_probs missing.

@@ -12,7 +12,7 @@ from megarl.algorithms.whitening import whiten
 
 
 def gae(inputs: TokenInputs, *, gamma: float, lam: float, bootstrap_truncated: bool) -> Advantages:
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), whitened over the kept tokens; returns before whitening.
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), whitened over the kept tokens; R before whitening.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, over the valid tokens of a row as if they
     followed one another (tool and user tokens between them are bridged). After the last token V and A are 0; with
@@ -24,7 +24,7 @@ def gae(inputs: TokenInputs, *, gamma: float, lam: float, bootstrap_truncated: b
     rewards, values = widen(inputs.rewards), widen(inputs.values)
     packing = Packing.of(inputs.response_mask)
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
-    for rows in blocks(*rewards.shape, rewards.device):
+    for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         part = packing.rows(rows)
         reward, value = part.pack(rewards[rows]), part.pack(values[rows])
         if bootstrap_truncated and inputs.truncated is not None:
@@ -68,7 +68,7 @@ def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
     rewards = widen(inputs.rewards)
     packing = Packing.of(inputs.response_mask)
     returns = torch.empty_like(rewards)
-    for rows in blocks(*rewards.shape, rewards.device):
+    for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         part = packing.rows(rows)
         summed = discounted_reverse_sum(part.pack(rewards[rows]), gamma)
         returns[rows] = part.unpack(summed) if part.has_gaps else summed

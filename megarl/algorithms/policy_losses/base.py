@@ -70,8 +70,8 @@ class TokenLoss:
 class Block:
     """Some rows of the inputs with everything off the mask replaced by 0: what the formulas of the losses read.
 
-    All tensors are [b, T], at least float32, without gradient; off the mask the log-ratio and the advantage are 0 and the
-    ratio is 1.
+    All tensors are [b, T], at least float32, without gradient; off the mask the log-ratio and the advantage are 0 and
+    the ratio is 1.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
@@ -80,22 +80,22 @@ class Block:
 
     @cached_property
     def log_probs(self) -> Tensor:
-        """lp."""
+        """Current log-probs lp."""
         return select(self.mask, self.inputs.log_probs)
 
     @cached_property
     def advantages(self) -> Tensor:
-        """A."""
+        """Advantages A."""
         return select(self.mask, self.inputs.advantages)
 
     @cached_property
     def free_log_ratio(self) -> Tensor:
-        """lp - old."""
+        """Log-ratio lp - old, unclamped."""
         return select(self.mask, widen(self.inputs.log_probs) - widen(self.inputs.old_log_probs))
 
     @cached_property
     def log_ratio(self) -> Tensor:
-        """d = clamp(lp - old, -20, 20)."""
+        """Log-ratio d = clamp(lp - old, -20, 20)."""
         return self.free_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     @cached_property
@@ -105,12 +105,12 @@ class Block:
 
     @cached_property
     def ratio(self) -> Tensor:
-        """exp(d)."""
+        """Ratio rho = exp(d)."""
         return self.log_ratio.exp()
 
     @cached_property
     def old_log_probs(self) -> Tensor:
-        """old."""
+        """Proximal log-probs old."""
         return select(self.mask, self.inputs.old_log_probs)
 
     @cached_property
@@ -158,7 +158,8 @@ class Terms:
     sums: dict[str, Tensor]
 
 
-# (inputs of the whole local minibatch with log_probs of the current weights, row_id [B], seed, reduce, options) -> [B, T]
+# (inputs of the whole local minibatch with log_probs of the current weights, row_id [B], seed, reduce, options) -> [B,
+# T]
 FirstPass = Callable[..., Tensor]
 
 
@@ -171,7 +172,8 @@ class LossEntry:
         is_custom: whether ``formula`` is a user's.
         aggregation: the only aggregation the loss is defined for, if there is one.
         first_pass: selects tokens from statistics over the whole minibatch, before any gradient.
-        weighs_rows: importance weights enter as their geometric mean over the row, as the loss itself is one number a row.
+        weighs_rows: importance weights enter as their geometric mean over the row, as the loss itself is one number a
+        row.
     """
 
     formula: Callable[..., Any]
@@ -182,7 +184,7 @@ class LossEntry:
 
 
 class PolicyLoss:
-    """A policy loss with its options bound. Call it on one microbatch after another; results do not depend on the cut."""
+    """A policy loss with its options bound, called on one microbatch after another."""
 
     def __init__(self, kind: str, entry: LossEntry, keywords: Mapping[str, Any]) -> None:
         self.kind = kind
@@ -204,7 +206,8 @@ class PolicyLoss:
 
         Args:
             inputs: all rows of the minibatch on this rank, log_probs at the current weights (gradients not needed).
-            row_id: [B] int64, unique and the same however rows are distributed (sample_id): the random order hangs on it.
+            row_id: [B] int64, unique and the same however rows are distributed (sample_id): the random order hangs on
+            it.
             seed: changes from update to update.
             reduce: sum over the ranks that hold the other rows; every rank must call.
         """
@@ -238,7 +241,7 @@ def _run(entry: LossEntry, inputs: PolicyInputs, keywords: Mapping[str, Any]) ->
     slope = torch.empty_like(loss)
     sums: dict[str, Tensor] = {}
     with torch.no_grad():
-        for rows in blocks(*source.shape, source.device):
+        for rows in blocks(source.shape[0], source.shape[1], source.device):
             block = Block(inputs.rows(rows))
             terms: Terms = entry.formula(block, **keywords)
             if inputs.importance_weights is not None:
@@ -283,10 +286,10 @@ POLICY_LOSSES: Registry[LossEntry] = Registry("policy loss", _adopt)
 def custom_policy_loss(
     name: str | None = None, *, aggregation: Aggregation | None = None
 ) -> Callable[[Callable[..., TokenLoss]], LossEntry]:
-    """Decorator for a user's loss ``f(inputs: PolicyInputs, *, option=...) -> TokenLoss`` that is more than a plain function.
+    """Decorator for a user's loss ``f(inputs: PolicyInputs, *, option=...) -> TokenLoss`` with traits of its own.
 
-    Keyword-only parameters are its options; clip_low, clip_high and dual_clip are filled from the configuration where it
-    takes them. It must apply ``importance_weights`` itself. A plain function works by its import path without this.
+    Keyword-only parameters are its options; clip_low, clip_high and dual_clip are filled from the configuration where
+    it takes them. It must apply ``importance_weights`` itself. A plain function works by its import path without this.
     """
 
     def decorate(function: Callable[..., TokenLoss]) -> LossEntry:

@@ -45,7 +45,7 @@ def clip_cov_first_pass(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """max(1, int(clip_cov_ratio * tokens)) random tokens among those the ratio clip leaves alone with cov in (lb, ub)."""
+    """Random max(1, int(clip_cov_ratio * tokens)) of the tokens the ratio clip leaves alone with cov in (lb, ub)."""
     mask = inputs.response_mask
     covariance, total = _covariance(inputs, reduce)
     log_ratio = select(mask, widen(inputs.log_probs) - widen(inputs.old_log_probs))
@@ -82,7 +82,7 @@ def kl_cov_first_pass(
 
 
 def _covariance(inputs: PolicyInputs, reduce: Reduce) -> tuple[Tensor, int]:
-    """cov of each token, [B, T] float64, and the number of tokens of the whole minibatch."""
+    """Covariance term of each token, [B, T] float64, and the number of tokens of the whole minibatch."""
     mask = inputs.response_mask
     advantages = select(mask, inputs.advantages).double()
     log_probs = select(mask, inputs.log_probs.detach()).double()
@@ -96,7 +96,8 @@ def _covariance(inputs: PolicyInputs, reduce: Reduce) -> tuple[Tensor, int]:
 def smallest(keys: Tensor, k: int, reduce: Reduce) -> Tensor:
     """Marks the k smallest of non-negative int64 keys spread over ranks, or all if there are fewer: bool like keys.
 
-    A radix selection: per digit one histogram, summed over ranks, so no keys travel. Keys equal to the k-th are all marked.
+    A radix selection: per digit one histogram, summed over ranks, so no keys travel. Keys equal to the k-th are all
+    marked.
     """
     bins = 1 << _DIGIT_BITS
     alive = torch.ones_like(keys, dtype=torch.bool)

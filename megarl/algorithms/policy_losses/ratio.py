@@ -17,8 +17,8 @@ def ppo(block: Block, *, clip_low: float, clip_high: float, dual_clip: float | N
     """Clipped surrogate with dual clip (arXiv:1707.06347, eq. 7; dual clip arXiv:1912.09729, eq. 5).
 
     L = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); where A < 0: min(L, -A dual_clip).
-    clip_high > clip_low is clip-higher (DAPO, arXiv:2503.14476). Metrics: pg_clipfrac counts tokens on which either side
-    of the first clip acts, pg_clipfrac_lower those on which the dual clip acts (verl's names).
+    clip_high > clip_low is clip-higher (DAPO, arXiv:2503.14476). Metrics: pg_clipfrac counts tokens on which either
+    side of the first clip acts, pg_clipfrac_lower those on which the dual clip acts (verl's names).
     """
     advantages = block.advantages
     free = advantages * block.ratio

@@ -25,7 +25,8 @@ def reinforce(
     """REINFORCE (Williams 1992) with an importance weight: -A lp w, w = sg(truncated current/old ratio).
 
     In bypass mode old is the rollout policy, so w corrects for it (verl's bypass_pg_*). ratio_level token: exp(d);
-    sequence: exp(clamp(sum of d over the row, -20, 20)) on each of its tokens; none: 1. w is capped at ratio_cap; with a
+    sequence: exp(clamp(sum of d over the row, -20, 20)) on each of its tokens; none: 1. w is capped at ratio_cap; with
+    a
     ratio_floor, w is 0 outside [ratio_floor, ratio_cap] instead. Metric pg_clipfrac: tokens on which cap or floor act.
     """
     if ratio_level == "none":

@@ -30,9 +30,9 @@ def gspo(block: Block, *, clip_low: float, clip_high: float) -> Terms:
 def geo_mean(block: Block, *, clip_low: float, clip_high: float) -> Terms:
     """Geometric-mean policy optimization (GMPO, arXiv:2507.20673, eq. 4): -mean(A) rho_row for each row.
 
-    rho_row = exp(row mean of the token log-ratios, clipped above clip_high where A > 0 and below -clip_low where A < 0).
-    The clips bound log-ratios here, not ratios. Every token of the row carries the row's loss, so that the row mean this
-    loss forces gives it back. Importance weights enter as their geometric mean over the row.
+    rho_row = exp(row mean of the token log-ratios, clipped above clip_high where A > 0 and below -clip_low where A <
+    0). The clips bound log-ratios here, not ratios. Every token of the row carries the row's loss, so that the row mean
+    this loss forces gives it back. Importance weights enter as their geometric mean over the row.
 
     Metrics: pg_clipfrac counts the clipped tokens with A > 0, pg_clipfrac_lower those with A < 0 (verl's meaning).
     """

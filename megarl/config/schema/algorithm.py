@@ -7,7 +7,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from megarl.config.schema.base import StrictModel
-from megarl.config.schema.correction_presets import CorrectionPreset, apply_correction_preset
+from megarl.config.schema.correction_presets import (
+    CorrectionPreset,
+    apply_correction_preset,
+    preset_departures,
+)
 
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
@@ -139,6 +143,11 @@ class AlgorithmConfig(StrictModel):
     """Passes over the batch in one step."""
     shuffle: bool = True
     """Shuffle the batch before it is cut into minibatches, seeded by step and epoch."""
+
+    @classmethod
+    def implied(cls, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """What the correction preset stands for."""
+        return preset_departures(given), "correction.preset"
 
     @model_validator(mode="before")
     @classmethod

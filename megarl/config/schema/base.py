@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -20,3 +22,11 @@ class StrictModel(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def implied(cls, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Values that a key of this section stands for, and that key; given values go before them.
+
+        Loading needs them before it fills in the defaults, which would otherwise look like given values.
+        """
+        return {}, ""

@@ -63,17 +63,22 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
 _FIXED = (("old_log_probs",), ("policy_loss", "kind"))
 
 
+def preset_departures(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """What the preset named in a plain ``algorithm`` section stands for; empty without one."""
+    name = _at(algorithm, ("correction", "preset"))
+    return CORRECTION_PRESETS.get(name, {}) if isinstance(name, str) else {}
+
+
 def apply_correction_preset(algorithm: dict[str, Any]) -> dict[str, Any]:
     """The ``algorithm`` section with its correction preset, if any, spread under the keys given explicitly.
 
     Raises:
         ValueError: the mode or the loss is given and contradicts the preset.
     """
-    section = algorithm.get("correction")
-    name = section.get("preset") if isinstance(section, Mapping) else getattr(section, "preset", None)
-    departures = CORRECTION_PRESETS.get(name) if isinstance(name, str) else None
-    if departures is None or not isinstance(section, Mapping):
+    departures = preset_departures(algorithm)
+    if not departures:
         return algorithm
+    name = algorithm["correction"]["preset"]
     for path in _FIXED:
         wanted, given = _at(departures, path), _at(algorithm, path)
         if wanted is not None and given is not None and given != wanted and (given, wanted) != ("vanilla", "ppo"):

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,10 @@ class Optimizer:
         """Clear accumulated gradients before the first microbatch of an update."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.megatron.zero_grad()
+        with warnings.catch_warnings():
+            # Shards of float32 parameters are views, whose gradient Megatron sets and reads by hand.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            self.megatron.zero_grad()
 
     @torch.no_grad()
     def step(self) -> UpdateResult:

@@ -86,6 +86,26 @@ def test_a_section_given_in_part_keeps_its_parents_defaults(train_yaml: str):
     assert (critic.optimizer.lr, critic.optimizer.weight_decay) == (1e-5, 0.1)
 
 
+def test_a_correction_preset_goes_below_given_values_and_above_defaults(train_yaml: str):
+    overrides = ["algorithm.correction.preset=decoupled_token_icepop", "algorithm.correction.upper=4"]
+    loaded = load_train(train_yaml, overrides)
+    correction = loaded.config.algorithm.correction
+    assert (correction.weights, correction.lower, correction.upper) == ("token", 0.5, 4)
+    where = "algorithm.correction.preset, command line: algorithm.correction.preset=decoupled_token_icepop"
+    assert str(loaded.origins.of("algorithm.correction.lower")) == where
+    assert str(loaded.origins.of("algorithm.correction.upper")) == "command line: algorithm.correction.upper=4"
+    assert str(loaded.origins.of("algorithm.correction.normalize")) == "default"
+
+
+def test_a_correction_preset_may_imply_another_section(train_yaml: str):
+    algorithm = load_train(train_yaml, ["algorithm.correction.preset=bypass_pg_is"]).config.algorithm
+    assert (algorithm.old_log_probs, algorithm.policy_loss.kind) == ("bypass", "reinforce")
+    found = violations(train_yaml, "algorithm.correction.preset=bypass_pg_is", "algorithm.policy_loss.kind=ppo")
+    assert found[0].startswith(
+        "algorithm: correction.preset=bypass_pg_is means policy_loss.kind=reinforce, found ppo ("
+    )
+
+
 def test_all_violations_are_reported_at_once(train_yaml: str):
     found = violations(
         train_yaml,

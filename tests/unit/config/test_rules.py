@@ -20,6 +20,7 @@ from megarl.errors import ConfigError
 GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
 CRITIC = ["algorithm.advantage.kind=gae", "+critic.warmup_steps=0"]
 LINEAR = "actor.optimizer.schedule.kind=linear"
+WEIGHTS = "algorithm.correction.weights=token"
 NORM = "algorithm.policy_loss.aggregation=seq-mean-token-sum-norm"
 
 # rule -> (first key of the message, overrides that break it, overrides that keep it)
@@ -321,6 +322,10 @@ EFFECT_CASES = {
     "algorithm.kl.target": ("3", ["algorithm.kl.where=reward", "algorithm.kl.adaptive=true"]),
     "algorithm.kl.horizon": ("3", ["algorithm.kl.where=reward", "algorithm.kl.adaptive=true"]),
     "algorithm.policy_loss.aggregation_length": ("8", [NORM]),
+    "algorithm.correction.upper": ("3", [WEIGHTS]),
+    "algorithm.correction.lower": ("0.5", [WEIGHTS]),
+    "algorithm.correction.normalize": ("true", [WEIGHTS]),
+    "algorithm.correction.group_stats": ("all", ["algorithm.correction.reject=[{statistic: token_k3, upper: 1}]"]),
     "algorithm.advantage.lam": ("0.9", CRITIC),
     "algorithm.advantage.bootstrap_truncated": ("true", CRITIC),
     "algorithm.advantage.norm_by_std": ("true", None),

@@ -1,0 +1,290 @@
+"""Time of every estimator and loss, in passes over the batch, beside verl 0.9.1's functions in the same run.
+
+A pass is one ``destination.copy_(source)`` of a [B, T] float32 tensor. Usage: python benchmarks/algorithms.py [--quick]
+The last line is one JSON object; ``value`` is the worst ratio of a measured time to its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+import time
+import types
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megarl.algorithms.advantages import build_estimator
+from megarl.algorithms.aggregate import aggregate, count
+from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.policy_losses import PolicyInputs, build_policy_loss
+from megarl.algorithms.value_losses import value_loss
+
+SHAPES = ((1024, 2048), (8192, 512))
+GROUP_SIZE = 8
+VERL = "verl==0.9.1"
+CACHE = Path.home() / ".cache" / "megarl" / "verl-0.9.1"
+TARGET_PASSES = {
+    "grpo": 2.0, "rloo": 2.0, "opo": 2.0, "gpg": 2.0, "grpo_passk": 2.0, "reinforce_plus_plus_baseline": 2.0,
+    "gae": 8.0, "reinforce_plus_plus": 8.0, "loss ppo": 15.0,
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.5}}
+
+
+def fastest(function: Callable[[], object], seconds: float) -> float:
+    """Shortest wall time of repeated calls, in seconds."""
+    function()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        function()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now > end:
+            return best
+
+
+def make_batch(rows: int, tokens: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(scale: float = 1.0) -> Tensor:
+        return torch.randn(rows, tokens, generator=generator) * scale
+
+    lengths = torch.randint(1, tokens + 1, (rows,), generator=generator)
+    mask = torch.arange(tokens) < lengths[:, None]
+    rewards = torch.zeros(rows, tokens)
+    rewards[torch.arange(rows), lengths - 1] = torch.randint(0, 2, (rows,), generator=generator).float()
+    old = -normal().abs()
+    advantages = torch.where(mask, torch.randn(rows, 1, generator=generator), 0.0)
+    return {
+        "mask": mask, "rewards": rewards, "values": normal(0.1), "old": old, "new": old + normal(0.1),
+        "advantages": advantages, "group": torch.arange(rows) // GROUP_SIZE, "ref": old + normal(0.1),
+        "returns": normal(0.1), "greedy": torch.zeros(rows), "pi2": old.exp().square(),
+    }  # fmt: skip
+
+
+def ours(b: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    cases: dict[str, Callable[[], object]] = {}
+    for kind in (
+        "grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "gdpo", "gae",
+        "reinforce_plus_plus", "remax", "optimal_token_baseline",
+    ):  # fmt: skip
+        estimate = build_estimator(kind, gamma=1.0, lam=0.95, norm_by_std=True, bootstrap_truncated=False)
+        components = {"a": b["rewards"].sum(-1), "b": b["rewards"].sum(-1).neg()}
+        cases[kind] = lambda estimate=estimate, components=components: estimate(
+            b["rewards"], b["mask"], b["group"], values=b["values"], greedy_scores=b["greedy"],
+            reward_components=components, old_log_probs=b["old"], sum_pi_squared=b["pi2"],
+        )  # fmt: skip
+    denominators = count(b["mask"])
+    new = b["new"].clone().requires_grad_()
+
+    def loss_case(kind: str) -> Callable[[], object]:
+        loss = build_policy_loss(kind, clip_low=0.2, clip_high=0.28, dual_clip=3.0, options=OPTIONS.get(kind))
+
+        def run() -> None:
+            new.grad = None
+            inputs = PolicyInputs(new, b["old"], b["advantages"], b["mask"])
+            if loss.needs_first_pass:
+                chosen = loss.first_pass(inputs, row_id=torch.arange(len(new)), seed=0)
+                inputs = PolicyInputs(new, b["old"], b["advantages"], b["mask"], selected=chosen)
+            token = loss(inputs).loss
+            aggregate(token, b["mask"], loss.aggregation or "token-mean", denominators=denominators).backward()
+
+        return run
+
+    for kind in (
+        "ppo", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov",
+    ):  # fmt: skip
+        cases[f"loss {kind}"] = loss_case(kind)
+
+    def value() -> None:
+        new.grad = None
+        token = value_loss(new, b["values"], b["returns"], b["mask"], clip=0.2).loss
+        aggregate(token, b["mask"], "token-mean", denominators=denominators).backward()
+
+    def kl() -> None:
+        new.grad = None
+        token = kl_penalty(new, b["ref"], b["mask"], "k3")
+        aggregate(token, b["mask"], "token-mean", denominators=denominators).backward()
+
+    return cases | {"loss value": value, "loss kl k3": kl}
+
+
+def peers(b: dict[str, Tensor], core: types.ModuleType) -> dict[str, Callable[[], object]]:
+    mask, index = b["mask"].float(), b["group"].numpy()
+    config = core.AlgoConfig()
+    config.gamma = 1.0
+    outcome = {
+        "grpo": core.compute_grpo_outcome_advantage,
+        "rloo": core.compute_rloo_outcome_advantage,
+        "opo": core.compute_opo_outcome_advantage,
+        "gpg": core.compute_gpg_outcome_advantage,
+        "grpo_passk": core.compute_grpo_passk_outcome_advantage,
+        "gdpo": core.compute_gdpo_outcome_advantage,
+        "reinforce_plus_plus_baseline": core.compute_reinforce_plus_plus_baseline_outcome_advantage,
+    }
+    cases: dict[str, Callable[[], object]] = {
+        name: lambda function=function: function(b["rewards"].clone(), mask, index, config=config)
+        for name, function in outcome.items()
+    }
+    cases["gdpo"] = lambda: core.compute_gdpo_outcome_advantage(b["rewards"].clone(), mask, index)
+    cases["gae"] = lambda: core.compute_gae_advantage_return(b["rewards"], b["values"], mask, 1.0, 0.95)
+    cases["reinforce_plus_plus"] = lambda: core.compute_reinforce_plus_plus_outcome_advantage(
+        b["rewards"], mask, config=config
+    )
+    cases["remax"] = lambda: core.compute_remax_outcome_advantage(b["rewards"], b["greedy"], mask)
+    cases["optimal_token_baseline"] = lambda: core.compute_optimal_token_baseline_advantage(
+        b["rewards"], mask, index, b["old"], b["pi2"]
+    )
+    new = b["new"].clone().requires_grad_()
+    actor = core.ActorConfig()
+
+    def loss_case(name: str) -> Callable[[], object]:
+        function = core.get_policy_loss_fn(name)
+
+        def run() -> None:
+            new.grad = None
+            loss, _ = function(b["old"], new, b["advantages"], mask, "token-mean", actor)
+            loss.backward()
+
+        return run
+
+    for kind in ("gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov"):
+        cases[f"loss {kind}"] = loss_case(kind)
+    cases["loss ppo"] = loss_case("vanilla")
+
+    def value() -> None:
+        new.grad = None
+        core.compute_value_loss(new, b["returns"], b["values"], mask, 0.2)[0].backward()
+
+    def kl() -> None:
+        new.grad = None
+        core.agg_loss(core.kl_penalty(new, b["ref"], "k3"), mask, "token-mean").backward()
+
+    return cases | {"loss value": value, "loss kl k3": kl}
+
+
+def load_verl() -> types.ModuleType:
+    """verl's core_algos by path, what it imports from the rest of verl replaced by stubs or taken from its source.
+
+    Raises:
+        OSError or subprocess.CalledProcessError: the wheel cannot be had.
+    """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    wheels = list(CACHE.glob("verl-*.whl"))
+    if not wheels:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(CACHE), VERL]
+        subprocess.run(command, check=True, timeout=300)
+        wheels = list(CACHE.glob("verl-*.whl"))
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wanted = ("verl/trainer/ppo/core_algos.py", "verl/utils/torch_functional.py", "verl/utils/groupwise.py")
+        wheel.extractall(CACHE, [name for name in wheel.namelist() if name in wanted])
+
+    class Config:
+        gamma = 1.0
+        clip_ratio = 0.2
+        clip_ratio_low, clip_ratio_high, clip_ratio_c = 0.2, 0.28, 3.0
+        tau_pos, tau_neg = 1.0, 1.05
+        global_batch_info: dict[str, Any] = {}  # noqa: RUF012
+        policy_loss = types.SimpleNamespace(
+            clip_cov_ratio=0.0002, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=0.0002, ppo_kl_coef=0.1, dro_beta=0.5
+        )
+
+        def get(self, key: str, default: object = None) -> object:
+            return getattr(self, key, default)
+
+    def stub(name: str, **attributes: Any) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.__dict__.update(attributes, __path__=[])
+        sys.modules[name] = module
+        return module
+
+    class ActorConfig(Config):
+        pass
+
+    class AlgoConfig(Config):
+        pass
+
+    functional = _functions(
+        CACHE / "verl/utils/torch_functional.py",
+        ("masked_sum", "masked_mean", "masked_var", "masked_whiten", "clip_by_value"),
+    )
+    groupwise = _load("verl_groupwise", CACHE / "verl/utils/groupwise.py")
+    for package in ("verl", "verl.trainer", "verl.workers", "verl.trainer.ppo"):
+        stub(package)
+    stub("verl.utils", as_torch_index=groupwise.as_torch_index, group_mean_std=groupwise.group_mean_std)
+    sys.modules["verl.utils"].torch_functional = stub("verl.utils.torch_functional", **functional)  # type: ignore[attr-defined]
+    stub("verl.utils.import_utils", deprecated=lambda _: lambda function: function)
+    stub("verl.trainer.config", AlgoConfig=AlgoConfig)
+    stub("verl.workers.config", ActorConfig=ActorConfig)
+    stub("omegaconf", DictConfig=dict) if importlib.util.find_spec("omegaconf") is None else None
+    return _load("verl_core_algos", CACHE / "verl/trainer/ppo/core_algos.py")
+
+
+def _load(name: str, path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise OSError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _functions(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    for node in tree.body:
+        node.returns = None  # type: ignore[attr-defined]
+    space: dict[str, Any] = {"torch": torch}
+    exec(compile(tree, str(path), "exec", flags=0x1000000), space)
+    return {name: space[name] for name in names if name in space}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the time per case")
+    seconds = 0.1 if parser.parse_args().quick else 0.4
+    try:
+        core: types.ModuleType | None = load_verl()
+    except (OSError, subprocess.SubprocessError, KeyError, ImportError) as error:
+        print(f"verl is not available, its column stays empty: {error}")
+        core = None
+    worst, slower, details = 0.0, [], {}
+    for rows, tokens in SHAPES:
+        batch = make_batch(rows, tokens)
+        source = torch.randn(rows, tokens)
+        destination = torch.empty_like(source)
+        one_pass = fastest(lambda d=destination, s=source: d.copy_(s), seconds)
+        print(f"\n{rows} x {tokens}: one pass {one_pass * 1e3:.3f} ms, {torch.get_num_threads()} threads")
+        print(f"{'':32}{'megarl':>9}{'verl':>9}{'target':>9}")
+        theirs = {} if core is None else peers(batch, core)
+        for name, function in ours(batch).items():
+            mine = fastest(function, seconds) / one_pass
+            other = fastest(theirs[name], seconds) / one_pass if name in theirs else None
+            target = TARGET_PASSES.get(name)
+            print(f"{name:32}{mine:9.2f}{'' if other is None else f'{other:9.2f}':>9}{target or '':>9}")
+            details[f"{name} {rows}x{tokens}"] = [round(mine, 2), None if other is None else round(other, 2)]
+            worst = max(worst, mine / target if target else 0.0)
+            if other is not None and mine > other:
+                slower.append(f"{name} {rows}x{tokens}")
+    result = {
+        "name": "algorithms", "value": round(worst, 3), "unit": "worst measured passes / target passes", "target": 1.0,
+        "holds": worst <= 1.0 and not slower, "slower_than_verl": slower, "peer": VERL if core else None,
+        "passes": details, "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+    }  # fmt: skip
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What the controller asks of a rollout engine, whatever library samples.
+
+One engine is one replica of the policy. A weight update is ``connect`` (once per session), ``receive``, ``commit``;
+``megarl/weights/sync.py`` has the protocol.
+
+Invariants:
+1. Token ids go in and come out; nothing is tokenized.
+2. The same request with the same seed, settings and weights gives the same tokens.
+3. An engine samples only under a committed weight version. From the start of an update to its commit, after a failed
+   update and after its weights were discarded it refuses.
+4. When a process of the engine dies, every call ends within seconds in a ``RolloutError`` that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megarl.rollout.sampling import Sampling
+from megarl.weights.manifest import Manifest
+from megarl.weights.sync import ReceiverReport
+from megarl.weights.transport.group import Address
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued ``n`` times.
+
+    Args:
+        request_id: unique within the call.
+        prompt_token_ids: the prompt.
+        seed: in ``[0, 2^63)``; sample ``i`` of the request uses ``seed + i``, so seeds of a run should lie apart.
+        group_id: requests of one group go to one replica; None is a group of its own.
+    """
+
+    request_id: int
+    prompt_token_ids: Sequence[int]
+    seed: int
+    group_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Tokens ``[start, end)`` of a response were sampled under ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled response.
+
+    Args:
+        token_ids: the tokens, the one that stopped it included.
+        log_probs: of each token, see ``sampling``.
+        finish_reason: stop (a stop token), length (max_tokens or the engine's limit), abort.
+        weight_versions: spans that cover the tokens.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weight_versions: tuple[WeightSpan, ...]
+
+
+class RolloutEngine(Protocol):
+    """One replica."""
+
+    async def start(self) -> None:
+        """Build the engine. Raises RolloutError with the cause."""
+        ...
+
+    async def generate(
+        self, requests: Sequence[Request], sampling: Sampling, n: int = 1
+    ) -> list[tuple[int, list[Completion]]]:
+        """``n`` samples of every request, as (request_id, samples), in the order of the requests.
+
+        Raises:
+            RolloutError: the engine may not sample now, a request is invalid, or a process died.
+        """
+        ...
+
+    async def connect(
+        self,
+        addresses: Mapping[int, Address],
+        manifest: Manifest,
+        first_rank: int,
+        num_receivers: int,
+        timeout_s: float,
+    ) -> None:
+        """Join the groups of all senders, with receiver ranks from ``first_rank`` on. Raises SyncError."""
+        ...
+
+    async def receive(self, version: int, timeout_s: float, with_checksums: bool = True) -> ReceiverReport:
+        """Stop sampling and load what the senders send; not yet in force. Raises SyncError and stays refusing."""
+        ...
+
+    async def commit(self, version: int) -> None:
+        """Put the received weights in force and sample again. Raises SyncError if others were received."""
+        ...
+
+    async def poison(self, reason: str) -> None:
+        """Refuse to sample until the next commit."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give device memory back, weights included; sampling needs ``wake_up`` and an update first."""
+        ...
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again: ``weights``, ``kv_cache`` or all."""
+        ...
+
+    async def stop(self) -> None:
+        """End all processes of the engine."""
+        ...
