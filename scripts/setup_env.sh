@@ -51,7 +51,6 @@ make_venv() {
     die "needs the headers of $("$python" -V) (on Debian: apt-get install python3-dev)"
   say "$("$python" -V) in $venv"
   "$python" -m venv "$venv" || die "$python -m venv $venv failed"
-  mkdir -p "$stamps"
   "$venv/bin/python" -VV >"$stamps/python"
 }
 
@@ -96,9 +95,9 @@ is_ready() {
 if is_ready; then exit 0; fi
 
 # Two calls at once (tests beside a quick start) take turns; the second finds everything done.
-mkdir -p "$venv"
+mkdir -p "$stamps"
 if command -v flock >/dev/null; then
-  exec 9>"$venv/.lock"
+  exec 9>"$stamps/lock" # not .lock: that name is uv's own
   flock -n 9 || { say "another call is installing; waiting for it"; flock 9; }
 fi
 
@@ -106,7 +105,7 @@ fi
 
 uv_key=$(key_of)
 if ! done_with uv "$uv_key"; then
-  pip_install uv >>"$log" 2>&1 || say "uv is not available: pip installs, which takes some minutes more"
+  pip_install uv >>"$log" 2>&1 || say "uv is not available: pip installs, which takes a minute more"
   finish uv "$uv_key"
 fi
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import Estimator
+from megarl.algorithms.advantages.base import GroupStatistics
+from megarl.algorithms.correction import Correction, correct
 from megarl.algorithms.kl import KlController, penalized_rewards
 from megarl.config.schema.algorithm import KlConfig
 from megarl.data.batch import Batch, Ragged
@@ -59,19 +61,34 @@ def token_rewards(batch: Batch, settings: KlConfig, kl: KlController) -> tuple[B
     )
 
 
-def advantages(batch: Batch, estimator: Estimator) -> tuple[Batch, Metrics]:
-    """Advantages, and returns where the estimator has a critic."""
+def advantages(
+    batch: Batch, estimator: Estimator, correction: Correction, group_stats: GroupStatistics
+) -> tuple[Batch, Metrics]:
+    """Rollout correction, then advantages, and returns where the estimator has a critic.
+
+    ``response_mask`` of the result is what correction left to train on.
+    """
+    mask = response_mask(batch)
+    corrected = correct(padded(batch, "old_log_probs"), padded(batch, "rollout_log_probs"), mask, correction)
     result = estimator(
         padded(batch, "token_level_rewards"),
-        response_mask(batch),
+        mask,
         batch.tensor("group_id"),
         values=padded(batch, "values") if "values" in batch else None,
         truncated=torch.tensor([reason != "stop" for reason in batch["finish_reason"]]),
+        kept=corrected.kept,
+        group_stats=group_stats,
+        old_log_probs=padded(batch, "old_log_probs"),
+        importance_weights=corrected.importance_weights,
     )
+    kept = Ragged.from_padded(corrected.kept, batch.response_lengths)
+    batch = batch.replace(response_mask=kept)
+    if corrected.importance_weights is not None:
+        batch = batch.add(importance_weights=to_column(corrected.importance_weights, batch))
     batch = batch.add(advantages=to_column(result.advantages, batch))
     if result.returns is not None:
         batch = batch.add(returns=to_column(result.returns, batch))
-    return batch, result.metrics
+    return batch, {**corrected.metrics, **result.metrics}
 
 
 def score_metrics(batch: Batch) -> Metrics:

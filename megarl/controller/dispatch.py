@@ -4,8 +4,8 @@ Invariants:
 1. A worker method that a group may call declares its split and its collection; calling any other is an error.
 2. Rows come back in the order they went in, whatever rank computed them.
 3. Which rows form a minibatch does not depend on the number of data-parallel ranks.
-4. A call on a group ends: with results, or with a ``WorkerError`` or the worker's own ``MegarlError`` naming the first cause,
-   also when the process that fails is not one of those called.
+4. A call on a group ends: with results, or with a ``WorkerError`` or the worker's own ``MegarlError`` naming the first
+   cause, also when the process that fails is not one of those called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
-from megarl.data.balance import balance
+from megarl.data.balance import balance, inverse
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import MegarlError, WorkerError
 from megarl.observability.metrics import merge
@@ -54,6 +54,8 @@ class Collect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
+    """Declaration of one worker method."""
+
     split: Split
     collect: Collect
 
@@ -235,17 +237,17 @@ class WorkerGroup:
             return [tuple(arg[rank] for arg in args) for rank in range(world_size)], []
         batch = args[0]
         if split is Split.ROWS:
-            parts = balance(batch.sequence_lengths.tolist(), dp, equal_counts=False)
-            shares: list[tuple[Any, ...]] = [args[1:]] * dp
+            parts = shares_of(batch.sequence_lengths.tolist(), dp)
+            rest: list[tuple[Any, ...]] = [args[1:]] * dp
         else:
             parts, local = split_minibatches(batch.sequence_lengths.tolist(), args[1], dp)
-            shares = [(local[d], *args[2:]) for d in range(dp)]
+            rest = [(local[d], *args[2:]) for d in range(dp)]
         # One object per data-parallel rank; its tensor and pipeline ranks read the same one.
         refs = [ray.put(batch.select(part)) for part in parts]
         per_rank = []
         for rank in range(world_size):
             d = self.layout.coordinate(rank).dp
-            per_rank.append((refs[d], *shares[d]))
+            per_rank.append((refs[d], *rest[d]))
         return per_rank, parts
 
     def _collect(self, collect: Collect, results: list[Any], order: list[list[int]]) -> Any:
@@ -261,12 +263,18 @@ class WorkerGroup:
         ]
         if collect is Collect.METRICS:
             return merge([results[speakers[0]]])
-        rows = [row for part in order for row in part]
-        back = torch.empty(len(rows), dtype=torch.int64)
-        back[torch.tensor(rows, dtype=torch.int64)] = torch.arange(len(rows))
+        back = inverse(order)
         return {
-            name: Ragged.concat([results[rank][name] for rank in speakers]).select(back) for name in results[speakers[0]]
+            name: Ragged.concat([results[rank][name] for rank in speakers]).select(back)
+            for name in results[speakers[0]]
         }
+
+
+def shares_of(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Rows of each part, balanced by tokens; with fewer rows than parts the last parts are empty."""
+    if len(lengths) < parts:
+        return [[row] for row in range(len(lengths))] + [[] for _ in range(parts - len(lengths))]
+    return balance(lengths, parts, equal_counts=False)
 
 
 def split_minibatches(
@@ -286,7 +294,7 @@ def split_minibatches(
     place: list[dict[int, int]] = [{} for _ in range(dp)]
     local: list[list[list[int]]] = [[] for _ in range(dp)]
     for minibatch in minibatches:
-        parts = balance([lengths[row] for row in minibatch], dp, equal_counts=False)
+        parts = shares_of([lengths[row] for row in minibatch], dp)
         for d, part in enumerate(parts):
             share = []
             for row in (minibatch[index] for index in part):

@@ -1,4 +1,125 @@
-"""placeholder while rollout lands"""
-class EnginePlan: ...
-class RolloutWorker: ...
-def start_engines(*a): ...
+"""The rollout workers: thin asynchronous Ray actors, each around one engine replica.
+
+The engine's own processes (scheduler, tensor-parallel ranks) are children of the worker; the death of any of them ends
+``watch``, which the controller waits on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.config.schema.roles import RolloutConfig
+from megarl.controller.dispatch import Member
+from megarl.controller.workers import enter_worker
+from megarl.rollout.engine import Completion, Request
+from megarl.rollout.sampling import Sampling
+from megarl.weights.manifest import Manifest
+from megarl.weights.sync import ReceiverReport
+from megarl.weights.transport.group import Address
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Everything a rollout worker is told.
+
+    Args:
+        model_dir: Hugging Face directory; its weights are not read, the first update brings them.
+        config: the rollout role.
+        device: cpu or cuda.
+        max_model_len: longest prompt plus response.
+        seed: of the engine; requests bring their own.
+        can_sleep: whether the engine shares its device with training in turns.
+        logs: directory of the run's log files.
+    """
+
+    model_dir: Path
+    config: RolloutConfig
+    device: Literal["cpu", "cuda"]
+    max_model_len: int
+    seed: int
+    can_sleep: bool
+    logs: Path
+
+
+class RolloutWorker:
+    """One engine replica; its methods are those of ``rollout.engine.RolloutEngine``."""
+
+    def __init__(self, plan: EnginePlan, replica: int) -> None:
+        self._plan = plan
+        self._replica = replica
+        self._is_started = asyncio.Event()
+        enter_worker("rollout", replica, plan.logs)
+
+    async def start(self) -> None:
+        """Build the engine."""
+        # vLLM takes seconds to import and reads its environment when it does: only here, in the worker.
+        from megarl.rollout.vllm.engine import VllmEngine
+
+        plan = self._plan
+        self._engine = VllmEngine(
+            plan.model_dir,
+            plan.config,
+            device=plan.device,
+            max_model_len=plan.max_model_len,
+            seed=plan.seed,
+            replica=self._replica,
+            can_sleep=plan.can_sleep,
+        )
+        await self._engine.start()
+        self._is_started.set()
+
+    async def watch(self) -> None:
+        """Returns when the engine is stopped; fails when a process of it dies."""
+        await self._is_started.wait()
+        await self._engine.watch()
+
+    async def stop(self) -> None:
+        """End all processes of the engine."""
+        if self._is_started.is_set():
+            await self._engine.stop()
+
+    async def generate(
+        self, requests: Sequence[Request], sampling: Sampling, n: int
+    ) -> list[tuple[int, list[Completion]]]:
+        """``n`` samples of every request."""
+        return await self._engine.generate(requests, sampling, n)
+
+    async def connect(
+        self,
+        addresses: Mapping[int, Address],
+        manifest: Manifest,
+        first_rank: int,
+        num_receivers: int,
+        timeout_s: float,
+    ) -> None:
+        """Join the groups of all senders."""
+        await self._engine.connect(addresses, manifest, first_rank, num_receivers, timeout_s)
+
+    async def receive(self, version: int, timeout_s: float, digest: str, with_checksums: bool) -> ReceiverReport:
+        """Load what the senders send."""
+        return await self._engine.receive(version, timeout_s, digest, with_checksums)
+
+    async def commit(self, version: int) -> None:
+        """Put the received weights in force."""
+        await self._engine.commit(version)
+
+    async def poison(self, reason: str) -> None:
+        """Refuse to sample until the next commit."""
+        await self._engine.poison(reason)
+
+    async def sleep(self) -> None:
+        """Give device memory back."""
+        await self._engine.sleep()
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """Take it again."""
+        await self._engine.wake_up(tags)
+
+
+def start_engines(members: Sequence[Member]) -> dict[Any, Member]:
+    """Begin starting all engines; the calls to wait for."""
+    return {member.handle.start.remote(): member for member in members}

@@ -10,7 +10,7 @@ from megarl.config.origin import Loaded
 from megarl.config.schema import TrainConfig
 from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.engines import EnginePlan, start_engines
-from megarl.controller.roles import Roles, build_roles, make_estimator
+from megarl.controller.roles import Roles, build_roles, make_estimator, takes_turns
 from megarl.controller.scoring import RewardRole
 from megarl.controller.session import Session, open_session
 from megarl.controller.state import RunState
@@ -74,6 +74,10 @@ def start_roles(session: Session, config: TrainConfig, reward: RewardRole) -> tu
     processes = session.start_processes()
     engines = processes.engines(engine_plan(config, session.directory.logs))
     starting = start_engines(engines)
+    if takes_turns(config):
+        # Engines measure free memory when they start, and hold it until they are put to sleep.
+        session.watch.get(starting, config.cluster.start_timeout_s)
+        session.watch.get({member.handle.sleep.remote(): member for member in engines})
     groups = {"actor": processes.train(actor_plan(config, session.directory.logs), processes.placement.actor)}
     if config.critic is not None:
         groups["critic"] = processes.train(critic_plan(config, session.directory.logs), processes.placement.critic)
@@ -242,6 +246,6 @@ def engine_plan(config: TrainConfig, logs: Path) -> EnginePlan:
         device=config.cluster.device,
         max_model_len=longest if rollout.max_model_len is None else rollout.max_model_len,
         seed=config.run.seed,
-        timeout_s=config.sync.timeout_s,
+        can_sleep=takes_turns(config),
         logs=logs,
     )

@@ -73,9 +73,9 @@ class Processes:
         self._watch.add(members)
         return WorkerGroup(TrainWorker, members, plan.layout, self._watch)
 
-    def engines(self, plan: EnginePlan, logs: Path) -> list[Member]:
+    def engines(self, plan: EnginePlan) -> list[Member]:
         """The rollout engines, starting."""
-        variables = env.rollout_environment(self._config.device, threads=plan.threads_per_rank)
+        variables = env.rollout_environment(self._config.device, threads=plan.config.threads_per_rank)
         remote = ray.remote(RolloutWorker)
         members = []
         for replica, slots in enumerate(self.placement.rollout):

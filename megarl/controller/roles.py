@@ -8,27 +8,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import ray
 
 from megarl.algorithms.advantages import Estimator, build_estimator
+from megarl.algorithms.correction import Correction, Rejection
 from megarl.algorithms.kl import KlController
 from megarl.algorithms.policy_losses import build_policy_loss
-from megarl.config.schema import SftConfig, TrainConfig
-from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema import TrainConfig
+from megarl.config.schema.algorithm import AlgorithmConfig, CorrectionConfig
 from megarl.config.schema.roles import CriticConfig
-from megarl.controller.cluster import Cluster, wait_for_nodes
 from megarl.controller.dispatch import Member, Watch, WorkerGroup, make_minibatches
-from megarl.controller.placement import Placement
-from megarl.controller.publish import WeightPublisher
+from megarl.controller.publish import DeviceTurns, WeightPublisher
 from megarl.controller.rollout import RolloutRole
 from megarl.controller.scoring import RewardRole
-from megarl.controller.workers import TrainPlan, TrainWorker
 from megarl.data.batch import Batch, Ragged
 from megarl.observability.metrics import Metrics
-from megarl.platform import env
 from megarl.train.engine import PolicyUpdate, ValueUpdate
 
 logger = logging.getLogger(__name__)
@@ -152,30 +145,47 @@ class Roles:
     rollout: RolloutRole
     reward: RewardRole
     weights: WeightPublisher
+    turns: DeviceTurns
     estimator: Estimator
+    correction: Correction
     kl: KlController
     reference: ReferenceRole | None = None
     critic: CriticRole | None = None
 
 
 def build_roles(
-    config: TrainConfig, actor: WorkerGroup, critic: WorkerGroup | None, engines: Sequence[Member], reward: RewardRole, watch: Watch
+    config: TrainConfig,
+    actor: WorkerGroup,
+    critic: WorkerGroup | None,
+    engines: Sequence[Member],
+    reward: RewardRole,
+    watch: Watch,
 ) -> Roles:
     """Roles over processes that have started."""
     algorithm, temperature, seed = config.algorithm, config.rollout.sampling.temperature, config.run.seed
     kl = algorithm.kl
+    training = [actor] if critic is None else [actor, critic]
+    turns = DeviceTurns(takes_turns(config), training, engines, watch)
     return Roles(
         actor=ActorRole(actor, algorithm, temperature=temperature, seed=seed),
         rollout=RolloutRole(engines, config.rollout, watch, seed=seed),
         reward=reward,
-        weights=WeightPublisher(actor, engines, config.sync, watch),
+        weights=WeightPublisher(actor, engines, config.rollout, config.sync, turns, watch),
+        turns=turns,
         estimator=make_estimator(algorithm),
+        correction=make_correction(algorithm.correction),
         kl=KlController(kl.coef, adaptive=kl.adaptive, target=kl.target, horizon=kl.horizon),
         reference=ReferenceRole(actor, temperature=temperature) if kl.where != "none" else None,
         critic=None
         if critic is None or config.critic is None
         else CriticRole(critic, config.critic, algorithm, seed=seed),
     )
+
+
+def takes_turns(config: TrainConfig) -> bool:
+    """Whether training and engines share devices whose memory does not hold both."""
+    cluster = config.cluster
+    return cluster.device == "cuda" and cluster.placement == "colocated" and config.actor.engine.offload
 
 
 def make_estimator(algorithm: AlgorithmConfig) -> Estimator:
@@ -188,4 +198,15 @@ def make_estimator(algorithm: AlgorithmConfig) -> Estimator:
         norm_by_std=settings.norm_by_std,
         bootstrap_truncated=settings.bootstrap_truncated,
         options=settings.options,
+    )
+
+
+def make_correction(settings: CorrectionConfig) -> Correction:
+    """The configured rollout correction."""
+    return Correction(
+        level=None if settings.weights == "none" else settings.weights,
+        upper=settings.upper,
+        lower=settings.lower,
+        normalize=settings.normalize,
+        rejections=[Rejection(one.statistic, one.upper, one.lower) for one in settings.reject],
     )

@@ -9,8 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +21,7 @@ from megarl.data.prompts import Prompt
 from megarl.errors import RolloutError
 from megarl.observability.metrics import Last, Mean, Metrics, Sum
 from megarl.rollout.engine import Completion, Request
-from megarl.rollout.router import route
+from megarl.rollout.router import collect, route
 from megarl.rollout.sampling import Sampling
 
 # A sample id is the step in the high bits and the number of the sample within the step in the low ones.
@@ -84,16 +84,10 @@ class RolloutRole:
             for index, prompt in enumerate(prompts)
         ]
         parts = route(requests, len(self.members), n=n, max_tokens=sampling.max_tokens)
-        calls = {
-            member.handle.generate.remote(part, sampling, n): member
-            for member, part in zip(self.members, parts, strict=True)
-            if part
-        }
-        completions: dict[int, list[Completion]] = {}
-        for result in self._watch.get(calls):
-            for request_id, samples in result:
-                completions[request_id] = samples
-        return _as_batch(prompts, completions, sampling, n=n, step=step)
+        busy = [(member, part) for member, part in zip(self.members, parts, strict=True) if part]
+        results = self._watch.get({member.handle.generate.remote(part, sampling, n): member for member, part in busy})
+        completions = collect([part for _, part in busy], results, n=n)
+        return _as_batch(prompts, completions, sampling, step=step)
 
     def greedy(self, sampling: Sampling) -> Sampling:
         """The same limits with temperature 0."""
@@ -101,30 +95,20 @@ class RolloutRole:
 
 
 def request_seed(seed: int, step: int, stream: int, index: int) -> int:
-    """A 63-bit seed of one request; different for any two requests of a run (splitmix64 of their coordinates)."""
+    """A seed below 2^62 of one request; different for any two requests of a run (splitmix64 of their coordinates)."""
     value = seed
     for part in (step, stream, index):
         value = (value ^ part) + 0x9E3779B97F4A7C15 & (2**64 - 1)
         value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
         value = (value ^ (value >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
         value ^= value >> 31
-    return value >> 1
+    return value >> 2
 
 
 def _as_batch(
-    prompts: Sequence[Prompt],
-    completions: dict[int, list[Completion]],
-    sampling: Sampling,
-    *,
-    n: int,
-    step: int,
+    prompts: Sequence[Prompt], completions: Mapping[int, Sequence[Completion]], sampling: Sampling, *, step: int
 ) -> Batch:
-    rows: list[tuple[int, Completion]] = []
-    for index in range(len(prompts)):
-        samples = completions.get(index, [])
-        if len(samples) != n:
-            raise RolloutError(f"prompt {index} has {len(samples)} samples, expected {n}")
-        rows += [(index, sample) for sample in samples]
+    rows = [(index, sample) for index in range(len(prompts)) for sample in completions[index]]
     of = [prompts[index] for index, _ in rows]
     done = [completion for _, completion in rows]
     base = step << SAMPLES_PER_STEP_BITS
@@ -141,5 +125,5 @@ def _as_batch(
         rollout_log_probs=Ragged.from_rows([completion.log_probs for completion in done], torch.float32),
         finish_reason=[completion.finish_reason for completion in done],
         weight_versions=[completion.weight_versions for completion in done],
-        sampling=[asdict(sampling)] * len(rows),
+        sampling=[sampling.record()] * len(rows),
     )

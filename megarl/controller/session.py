@@ -75,9 +75,7 @@ class Session:
         cluster = self.config.cluster
         placement = plan_placement(self.config)
         num_slots = placement.slots_per_node * placement.num_nodes
-        ray = Cluster(
-            cluster.ray_address, num_slots=num_slots, num_gpus=num_slots if cluster.device == "cuda" else 0
-        )
+        ray = Cluster(cluster.ray_address, num_slots=num_slots, num_gpus=num_slots if cluster.device == "cuda" else 0)
         self._stack.callback(ray.close)
         # Ray installs a handler of its own that would skip the clean-up of what it does not know.
         signal.signal(signal.SIGTERM, _terminate)
@@ -107,7 +105,8 @@ class Session:
         self.keep_spans()
         self.sinks.log(step, numbers)
         self.console.note(
-            f"step {step} held out: " + " | ".join(f"{name.removeprefix('val/')} {x:.4g}" for name, x in numbers.items())
+            f"step {step} held out: "
+            + " | ".join(f"{name.removeprefix('val/')} {x:.4g}" for name, x in numbers.items())
         )
         self.console.samples(samples)
 

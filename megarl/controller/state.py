@@ -1,4 +1,4 @@
-"""The run directory: one run at a time in it, checkpoints that are complete or absent, and what a resumed run continues.
+"""The run directory: one run at a time in it, checkpoints complete or absent, and what a resumed run continues.
 
     run directory/
       resolved.yaml, resolved.json    configuration with the origin of each value
@@ -80,14 +80,16 @@ class RunDirectory:
             ConfigError: another run holds it.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.root / ".lock", "a+")  # noqa: SIM115 - held until close()
+        self._lock = open(self.root / ".lock", "a+")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
             self._lock = None
             raise ConfigError(
-                "another run is using this run directory", where=str(self.root), fix="choose another run.dir or run.name"
+                "another run is using this run directory",
+                where=str(self.root),
+                fix="choose another run.dir or run.name",
             ) from None
 
     def close(self) -> None:
@@ -205,7 +207,9 @@ def find_resume(resume: str, store: CheckpointStore) -> Path | None:
         return None
     path = Path(resume)
     if not path.is_dir():
-        raise ConfigError(f"no checkpoint directory at {resume}", where="run.resume", fix="auto, never, or a checkpoint")
+        raise ConfigError(
+            f"no checkpoint directory at {resume}", where="run.resume", fix="auto, never, or a checkpoint"
+        )
     return path
 
 

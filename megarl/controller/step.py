@@ -41,6 +41,7 @@ def policy_step(roles: Roles, prompts: list[Prompt], config: TrainConfig, *, ste
     with span("rollout"):
         batch, seen = roles.rollout.generate(prompts, step=step, version=version)
         metrics.append(seen)
+        roles.turns.to_training()
     with span("reward"):
         batch, seen = roles.reward.score(batch)
         metrics.append(seen)
@@ -59,14 +60,17 @@ def policy_step(roles: Roles, prompts: list[Prompt], config: TrainConfig, *, ste
     with span("advantages"):
         batch, seen = credit.token_rewards(batch, algorithm.kl, roles.kl)
         metrics.append(seen)
-        batch, seen = credit.advantages(batch, roles.estimator)
+        batch, seen = credit.advantages(batch, roles.estimator, roles.correction, algorithm.correction.group_stats)
         metrics.append(seen)
     if roles.critic is not None:
         with span("update_critic"):
             metrics.append(roles.critic.update(batch, step=step))
-    if roles.critic is None or step > roles.critic.warmup_steps:
+    is_updated = roles.critic is None or step > roles.critic.warmup_steps
+    if is_updated:
         with span("update_actor"):
             metrics.append(roles.actor.update(batch, step=step))
+    if is_updated or not roles.turns.engines_hold_weights:
         with span("weight_sync"):
             version = roles.weights.publish(version + 1)
+            metrics.append(roles.weights.metrics())
     return StepResult(version, batch, merge(metrics))

@@ -30,9 +30,7 @@ def validate(roles: Roles, prompts: Sequence[Prompt], config: ValidationConfig, 
 
     ``val/accuracy`` is the share of responses with the full score 1, over all sources and for each of them.
     """
-    sampling = replace(
-        roles.rollout.greedy(roles.rollout.sampling), temperature=config.temperature
-    )
+    sampling = replace(roles.rollout.greedy(roles.rollout.sampling), temperature=config.temperature)
     batch = roles.rollout.sample(prompts, sampling, n=1, step=step, stream=VALIDATION_STREAM)
     batch, _ = roles.reward.score(batch)
     scores = batch.tensor("scores").tolist()

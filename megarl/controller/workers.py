@@ -10,7 +10,7 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import ray
 import torch.distributed as dist
@@ -24,7 +24,10 @@ from megarl.observability.logs import set_up_logging
 from megarl.observability.metrics import Metrics
 from megarl.parallel.grid import ParallelLayout
 from megarl.train.engine import PolicyUpdate, ValueUpdate
-
+from megarl.weights.manifest import Manifest
+from megarl.weights.region import Region
+from megarl.weights.sync import SenderReport, WeightSender
+from megarl.weights.transport.group import Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,12 @@ class TrainWorker:
         return host, self._store.port
 
     @dispatch()
+    def host(self) -> str:
+        """Address of this machine inside the cluster."""
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    @dispatch()
     def start(self, address: tuple[str, int]) -> None:
         """Join the role's process group and build the model."""
         from megarl.platform.device import get_device
@@ -152,6 +161,9 @@ class TrainWorker:
             MegatronEngine("reference", spec, weights, groups, device, plan.engine, None, seed=plan.seed)
             if plan.with_reference
             else None
+        )
+        self._sender = WeightSender(
+            self.rank, self.engine.pieces, backend="nccl" if plan.device == "cuda" else "gloo", role=plan.role
         )
 
     # -- passes ------------------------------------------------------------------------------------------------------
@@ -194,6 +206,28 @@ class TrainWorker:
     def eval_sft(self, batch: Batch) -> Metrics | None:
         """The same loss without an update."""
         return self.engine.eval_sft(batch)
+
+    # -- the sending end of a weight update (weights/sync.py) ----------------------------------------------------------
+
+    @dispatch()
+    def offer(self) -> list[Region]:
+        """What this rank would send."""
+        return self._sender.offer()
+
+    @dispatch()
+    def open(self, host: str) -> Address:
+        """Where engines meet this rank."""
+        return self._sender.open(host)
+
+    @dispatch()
+    def connect(self, manifest: Manifest, num_receivers: int, timeout_s: float) -> None:
+        """Wait for all engines."""
+        self._sender.connect(manifest, num_receivers, timeout_s)
+
+    @dispatch()
+    def send(self, version: int, timeout_s: float, digest: str, with_checksums: bool) -> SenderReport:
+        """Broadcast this rank's part."""
+        return self._sender.send(version, timeout_s, digest, with_checksums)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ class Column:
 
 COLUMNS = (
     Column("reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
-    Column("accuracy", ("val/accuracy", "reward/accuracy", "reward/acc"), ".3f"),
-    Column("loss", ("sft/loss", "train/loss"), ".4f"),
+    Column("accuracy", ("reward/accuracy", "reward/acc", "val/accuracy"), ".3f"),
+    Column("loss", ("actor/loss", "actor/pg_loss"), ".4f"),
     Column("val loss", ("val/loss",), ".4f"),
     Column("length", ("response_length/mean",), ".1f"),
     Column("cut", ("response_length/clip_ratio",), ".0%"),

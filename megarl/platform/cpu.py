@@ -200,6 +200,11 @@ def _accept_cpu_gradients() -> None:
     _call_with_cpu_tensors_as_cuda(optimizer, "clip_grad_by_total_norm_fp32")
 
 
+def _gather_optimizer_state() -> None:
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    _call_with_cpu_tensors_as_cuda(distributed.DistributedOptimizer, "get_parameter_state_dp_zero")
+
+
 ADAPTATIONS: tuple[Adaptation, ...] = (
     Adaptation(
         name="tensor-parallel-buffers",
@@ -261,6 +266,12 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         name="optimizer-gradient-types",
         reason="gradients must be of type 'torch.cuda.FloatTensor' when clipped: optimizer/clip_grads.py:167 / 174",
         replace=_accept_cpu_gradients,
+    ),
+    Adaptation(
+        name="optimizer-state-gathering",
+        reason="checkpoints of the distributed optimizer gather its state with tensor.cuda(): "
+        "optimizer/distrib_optimizer.py:1089 / 1374",
+        replace=_gather_optimizer_state,
     ),
     Adaptation(
         name="pipeline-buffers",

@@ -65,6 +65,15 @@ def update(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def restore(variables: Mapping[str, str | None]) -> None:
+    """Set variables to earlier values; None unsets."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def set_defaults(variables: Mapping[str, str]) -> None:
     """Set those variables that the user has not set."""
     for name, value in variables.items():

@@ -96,7 +96,7 @@ class RolloutEngine(Protocol):
         """Join the groups of all senders, with receiver ranks from ``first_rank`` on. Raises SyncError."""
         ...
 
-    async def receive(self, version: int, timeout_s: float, with_checksums: bool = True) -> ReceiverReport:
+    async def receive(self, version: int, timeout_s: float, digest: str, with_checksums: bool = True) -> ReceiverReport:
         """Stop sampling and load what the senders send; not yet in force. Raises SyncError and stays refusing."""
         ...
 

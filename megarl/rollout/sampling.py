@@ -2,8 +2,8 @@
 
 Invariants:
 1. A sample's settings travel with it: two policies that sampled alike have equal ``Sampling``.
-2. ``rollout_log_probs`` are those of the distribution sampled from: the softmax of ``logits / temperature`` (of the plain
-   logits where temperature is 0), renormalised over the tokens that top_p, top_k and min_p left.
+2. ``rollout_log_probs`` are those of the distribution sampled from: the softmax of ``logits / temperature`` (of the
+   plain logits where temperature is 0), renormalised over the tokens that top_p, top_k and min_p left.
 """
 
 from __future__ import annotations

@@ -24,8 +24,10 @@ server that has imported them (about 0.1 s each) and kept for the next test.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -107,11 +109,16 @@ class _Worker:
     process: Any
     pipe: Connection
     stack_file: Path
+    is_busy: bool = False
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
+        """End the process: by itself if it is waiting for work, or with all that it has started."""
         self.pipe.close()
+        self.process.join(0.0 if self.is_busy else 2.0)
+        if self.process.is_alive():
+            # The rank leads a session of its own, so that what it started does not outlive it.
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.join()
 
 
 class RankPool:
@@ -124,6 +131,7 @@ class RankPool:
         self._scratch = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._calls = 0
+        atexit.register(self.shut_down)
 
     def __call__(self, world_size: int) -> Ranks:
         """The first ``world_size`` ranks of the pool."""
@@ -139,6 +147,7 @@ class RankPool:
         for index, worker in enumerate(workers):
             rank = Rank(index, world_size, self._store.port, self._calls, timeout_s)
             worker.pipe.send((function, rank, args, kwargs))
+            worker.is_busy = True
         return self._collect(workers, function.__name__, timeout_s)
 
     def _collect(self, workers: list[_Worker], name: str, timeout_s: float) -> list[Any]:
@@ -150,6 +159,7 @@ class RankPool:
             pending = [pipe for pipe, rank in ranks.items() if rank not in results and rank not in failures]
             for pipe in wait(pending, left):
                 rank = ranks[pipe]  # type: ignore[index]
+                workers[rank].is_busy = False
                 try:
                     succeeded, value = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
@@ -173,9 +183,8 @@ class RankPool:
     def _start_worker(self, index: int) -> _Worker:
         ours, theirs = self._context.Pipe()
         stack_file = Path(self._scratch.name) / f"stack-{index}-{self._calls}"
-        process = self._context.Process(
-            target=_serve, args=(theirs, str(stack_file)), name=f"rank-{index}", daemon=True
-        )
+        # No daemon, since Megatron's checkpoint writer starts processes; hence the pool must be shut down.
+        process = self._context.Process(target=_serve, args=(theirs, str(stack_file)), name=f"rank-{index}")
         process.start()
         theirs.close()
         return _Worker(process, ours, stack_file)
@@ -216,6 +225,7 @@ class Ranks:
 
 def _serve(pipe: Connection, stack_file: str) -> None:
     """Run what arrives until the other end closes."""
+    os.setsid()
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module=r"(megarl|tests)\b")
     with open(stack_file, "w") as stacks:

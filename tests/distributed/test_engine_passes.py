@@ -117,8 +117,8 @@ def test_sft_loss_and_gradient_norm_equal_transformers_and_the_loss_falls(ranks:
     loss = -torch.cat(temperature_one)[mask].mean()
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-    assert first["val/loss"] == pytest.approx(float(loss), rel=1e-5)
-    assert updates[0]["train/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert first["val/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert updates[0]["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert updates[0]["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert last["val/loss"] < 0.8 * first["val/loss"]
 

@@ -66,7 +66,7 @@ def start(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"but the layout places it at rank {rank} of {layout.world_size}"
         )
-    groups = _initialize_megatron(layout, timeout_s)
+    groups = initialize_megatron(layout, timeout_s)
     seed_generators(groups, device, seed)
     logger.info("rank %d of %d at %s on %s", rank, layout.world_size, groups.coordinate, device.torch_device)
     return groups
@@ -98,7 +98,8 @@ def seed_generators(groups: ParallelGroups, device: Device, seed: int) -> None:
     )
 
 
-def _initialize_megatron(layout: ParallelLayout, timeout_s: float) -> ParallelGroups:
+def initialize_megatron(layout: ParallelLayout, timeout_s: float) -> ParallelGroups:
+    """Megatron-Core's groups of the layout over the default process group. Collective. Raises LayoutError."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 

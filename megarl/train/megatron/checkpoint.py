@@ -17,7 +17,9 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -107,9 +109,10 @@ def save(
     _on_first_rank(lambda: _prepare(directory), directory)
     _require_space(directory, state)
     try:
-        dist_checkpointing.save(
-            state, str(directory), sharded_strategy=_DirectSave(), content_metadata=_storable(metadata)
-        )
+        with _quiet():
+            dist_checkpointing.save(
+                state, str(directory), sharded_strategy=_DirectSave(), content_metadata=_storable(metadata)
+            )
     except _FAILURES as error:
         _fail("cannot write the checkpoint", directory, error)
     described = {
@@ -149,10 +152,11 @@ def load(
     if same_layout:
         state["rng"] = _rng_object({}, layout)
     try:
-        loaded = dist_checkpointing.load(state, str(directory), strict="raise_unexpected")
+        with _quiet():
+            loaded = dist_checkpointing.load(state, str(directory), strict="raise_unexpected")
         module.load_state_dict(loaded["model"])
         if optimizer is not None:
-            optimizer.megatron.load_state_dict(loaded["optimizer"])
+            optimizer.load_state(loaded["optimizer"])
             optimizer.load_counters(described["optimizer"])
     except _FAILURES as error:
         _fail("cannot load the checkpoint", directory, error)
@@ -186,6 +190,14 @@ def read_state_file(directory: Path) -> dict[str, Any]:
     if damaged:
         raise CheckpointError(f"damaged checkpoint: {'; '.join(damaged)}", where=str(directory), fix="load another one")
     return described
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's notices that the format Megatron builds on, and its entry points, are to be replaced."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed|megatron")
+        yield
 
 
 def _metadata(dp_group: dist.ProcessGroup) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import CheckpointError, MegarlError
+from megarl.models.rules import VALUE_HEAD
 from megarl.models.spec import ModelSpec
 from megarl.parallel.groups import ParallelGroups
 from megarl.weights.check import check_complete
@@ -41,7 +42,7 @@ def export_hf(
         spec: the model.
         groups: groups of this rank.
         pieces: what this rank owns.
-        dtype: dtype of the files.
+        dtype: dtype of the files; a critic's head is float32.
         value_head: the model is a critic.
         copy_from: Hugging Face directory whose configuration and tokenizer files belong to it.
 
@@ -58,6 +59,9 @@ def export_hf(
         shapes,
     )
     table = table_of(shapes, dtype)
+    if value_head:
+        # It is float32 in the model too: one row, whose precision is the values'.
+        table[VALUE_HEAD] = (torch.float32, shapes[VALUE_HEAD])
     writer: SafetensorsWriter | None = None
 
     def allocate() -> None:

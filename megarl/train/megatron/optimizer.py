@@ -153,6 +153,28 @@ class Optimizer:
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [part.optimizer for part in parts if part.optimizer is not None]
 
+    def load_state(self, state: dict[Any, Any]) -> None:
+        """Load what Megatron's ``sharded_state_dict`` described, after it was read from a checkpoint.
+
+        With torch's Adam, Megatron-Core's own ``load_state_dict`` of the distributed optimizer stops at ``step``, which
+        it keeps apart from the moments but looks for beside them, and leaves one step tensor shared by all parameters,
+        which Adam would then advance once for each of them (optimizer/distrib_optimizer.py:825,938,2090 in 0.16.1).
+        """
+        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
+        for part, part_state in zip(parts, states, strict=True):
+            moments = part_state.pop("param_state", None)
+            part.load_state_dict(part_state)
+            steps = {
+                param: values.pop("step").clone()
+                for param, values in part.optimizer.state.items()
+                if isinstance(values.get("step"), torch.Tensor)
+            }
+            if moments is not None:
+                part.load_parameter_state_from_fully_reshardable(moments)
+            for param, step in steps.items():
+                part.optimizer.state[param]["step"] = step
+
     def counters(self) -> dict[str, int]:
         """Position in the schedule, for checkpoints."""
         return {"num_updates": self.num_updates, "num_skipped": self.num_skipped}

@@ -31,7 +31,7 @@ def test_a_line_is_one_step(tmp_path):
 def test_resuming_removes_the_steps_that_are_done_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     _log(path, range(1, 6))
-    path.open("a").write('{"step": 6, "met')  # killed while it wrote
+    path.write_text(path.read_text() + '{"step": 6, "met')  # killed while it wrote
     _log(path, [4, 5], resume_step=3)
     assert [entry["step"] for entry in read_metrics(path)] == [1, 2, 3, 4, 5]
     _log(path, [1], resume_step=0)

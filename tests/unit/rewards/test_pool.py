@@ -147,6 +147,7 @@ def test_processes_a_stuck_sample_started_end_with_it(pool, tmp_path):
 
 def test_a_process_killed_between_batches_is_replaced_and_costs_no_sample(pool):
     os.kill(pool.pids[0], signal.SIGKILL)
+    os.waitid(os.P_PID, pool.pids[0], os.WEXITED | os.WNOWAIT)
     assert [result.score for result in pool.score(_inputs("1", "2"))] == [1, 2]
     assert all(map(_is_alive, pool.pids))
 
@@ -256,7 +257,7 @@ def test_scoring_can_be_awaited(pool):
 def test_a_reward_that_cannot_be_loaded_says_why(reward_file, arguments, message):
     if "path" in arguments:
         arguments["path"] = arguments["path"].replace("FILE", str(reward_file))
-    with pytest.raises(RewardError, match=".*") as raised, RewardPool(**arguments, workers=1) as pool:
+    with pytest.raises(RewardError) as raised, RewardPool(**arguments, workers=1) as pool:
         pool.ready()
     assert message in str(raised.value)
 

@@ -1,0 +1,112 @@
+"""Publishing the actor's weights to the engines, and who holds the device meanwhile.
+
+Colocated roles on GPUs take turns: training state lies in host memory while engines sample, engines are asleep while
+training runs. Both hold the device only during a weight update, when the weights move from one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.config.schema.roles import RolloutConfig, SyncConfig
+from megarl.controller.dispatch import Member, Watch, WorkerGroup
+from megarl.observability.metrics import Last, Metrics
+from megarl.weights.sync import Call, SyncSession
+
+# The protocol ends an update at its time-out by itself and says which rank was waiting for what; the driver waits
+# longer, so that its own, less telling time-out comes second.
+MARGIN_S = 30.0
+
+MIB = 2**20
+
+
+class DeviceTurns:
+    """Hands the device from training to the engines and back; does nothing where they do not share it.
+
+    Args:
+        is_shared: whether roles take turns.
+        training: worker groups of the roles that train.
+        engines: rollout engines.
+        watch: waits for the engines.
+    """
+
+    def __init__(self, is_shared: bool, training: Sequence[WorkerGroup], engines: Sequence[Member], watch: Watch) -> None:
+        self._is_shared = is_shared
+        self._training = list(training)
+        self._engines = list(engines)
+        self._watch = watch
+        self.engines_hold_weights = False
+
+    def to_training(self) -> None:
+        """After sampling: engines give their memory back, training state returns."""
+        if self._is_shared:
+            self._watch.get({member.handle.sleep.remote(): member for member in self._engines})
+            self.engines_hold_weights = False
+            for group in self._training:
+                group.onload()
+
+    def before_update(self) -> None:
+        """Before a weight update: engines take memory for weights again."""
+        if self._is_shared and not self.engines_hold_weights:
+            self._watch.get({member.handle.wake_up.remote(["weights"]): member for member in self._engines})
+
+    def to_sampling(self) -> None:
+        """After a weight update: training state leaves, engines take memory for their caches."""
+        if self._is_shared:
+            for group in self._training:
+                group.offload()
+            tags = ["kv_cache"]
+            self._watch.get({member.handle.wake_up.remote(tags): member for member in self._engines})
+        self.engines_hold_weights = True
+
+
+class WeightPublisher:
+    """Brings the actor's weights into every engine under a version (``weights/sync.py`` has the protocol)."""
+
+    def __init__(
+        self,
+        actor: WorkerGroup,
+        engines: Sequence[Member],
+        rollout: RolloutConfig,
+        config: SyncConfig,
+        turns: DeviceTurns,
+        watch: Watch,
+    ) -> None:
+        self._watch = watch
+        self._turns = turns
+        self._session = SyncSession(
+            actor.members,
+            list(engines),
+            self._invoke,
+            hosts=actor.host(),
+            ranks_per_receiver=rollout.tp,
+            dtype=rollout.dtype,
+            bucket_bytes=config.bucket_mib * MIB,
+            timeout_s=config.timeout_s,
+            verify=config.verify == "checksum",
+        )
+        self._last: Metrics = {}
+
+    def publish(self, version: int) -> int:
+        """Returns the version after every engine committed it.
+
+        Raises:
+            SyncError: the update failed; no engine samples until a later one succeeds.
+        """
+        self._turns.before_update()
+        report = self._session.publish(version)
+        self._turns.to_sampling()
+        self._last = {
+            "weight_sync/bytes": Last(report.num_bytes),
+            "weight_sync/send_s": Last(report.send_seconds),
+            "weight_sync/total_s": Last(report.seconds),
+        }
+        return version
+
+    def metrics(self) -> Metrics:
+        """Bytes and seconds of the latest update."""
+        return self._last
+
+    def _invoke(self, calls: Sequence[Call], timeout_s: float) -> list[object]:
+        refs = {getattr(call.target.handle, call.method).remote(*call.args): call.target for call in calls}
+        return self._watch.get(refs, timeout_s + MARGIN_S)

@@ -1,0 +1,136 @@
+"""Both ends of weight updates for tests: trainer ranks in processes of their own, an engine on a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.errors import MegarlError, SyncError
+from megarl.models import load_spec
+from megarl.parallel.grid import ParallelLayout
+from megarl.weights.layout import megatron_regions, parameter_shapes
+from megarl.weights.pieces import fill, pieces
+from megarl.weights.region import Region
+from megarl.weights.sync import Call, WeightSender
+
+HOST = "127.0.0.1"
+
+
+class TrainerRank:
+    """Parameters of one Megatron rank, filled from whole tensors, and their sender."""
+
+    def __init__(self, model_dir: Path, layout: ParallelLayout, rank: int) -> None:
+        spec = load_spec(model_dir)
+        self.regions = megatron_regions(spec, layout, layout.coordinate(rank))
+        self.params = {name: torch.empty(shape) for name, shape in parameter_shapes(self.regions).items()}
+        self.sender = WeightSender(rank, self.pieces)
+        self.fault: str | None = None
+
+    def pieces(self) -> list[tuple[Region, Tensor]]:
+        """What the sender sends; ``fault`` spoils it."""
+        if self.fault == "raise":
+            raise RuntimeError("the trainer lost its parameters")
+        return list(pieces(self.regions, self.params))
+
+    def load(self, path: Path) -> None:
+        """Hold these weights."""
+        whole: Mapping[str, Tensor] = torch.load(path)
+        fill(self.regions, self.params, lambda region: whole[region.tensor][region.slices])
+
+    def set_fault(self, fault: str | None) -> None:
+        self.fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sender, name)
+
+
+def _serve(model_dir: Path, layout: ParallelLayout, rank: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    trainer = TrainerRank(model_dir, layout, rank)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(trainer, method)(*args)))
+        except Exception as error:
+            pipe.send((False, error))
+
+
+class TrainerProcess:
+    """A ``TrainerRank`` in another process, one call at a time."""
+
+    def __init__(self, model_dir: Path, layout: ParallelLayout, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(model_dir, layout, rank, other), daemon=True)
+        self.process.start()
+        other.close()
+
+    def call(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        try:
+            is_fine, result = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise SyncError("a trainer process died") from None
+        if not is_fine:
+            raise result
+        return result
+
+    def stop(self) -> None:
+        self._pipe.close()
+        self.process.join(10)
+
+
+class LocalRank(TrainerRank):
+    """A ``TrainerRank`` in this process."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+
+class Loop:
+    """An event loop in a thread of its own, on which an engine lives."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+class EngineOnLoop:
+    """An engine whose methods are called from any thread."""
+
+    def __init__(self, loop: Loop, engine: Any) -> None:
+        self._loop, self.engine = loop, engine
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._loop.run(getattr(self.engine, method)(*args))
+
+
+def invoke(calls: Sequence[Call], timeout_s: float) -> list[Any]:
+    """Calls of a ``SyncSession`` on objects with a ``call`` method; a megarl error goes before others."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call.target.call, call.method, *call.args) for call in calls]
+    errors = [future.exception() for future in futures if future.exception() is not None]
+    for error in sorted(errors, key=lambda error: not isinstance(error, MegarlError)):
+        raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,115 @@
+"""The grid of ranks: Megatron's order, inverse maps, layers of stages, vocabulary padding, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis.strategies import integers
+
+from megarl.errors import LayoutError
+from megarl.parallel.grid import Coordinate, ParallelLayout
+
+degree = integers(1, 4)
+
+
+@given(tp=degree, pp=degree, cp=degree, dp=degree)
+def test_rank_and_coordinate_are_inverse(tp: int, pp: int, cp: int, dp: int) -> None:
+    layout = ParallelLayout(tp=tp, pp=pp, cp=cp, dp=dp)
+    coordinates = list(layout.coordinates())
+    assert len(set(coordinates)) == layout.world_size
+    assert [layout.rank(coordinate) for coordinate in coordinates] == list(range(layout.world_size))
+
+
+def test_tp_varies_fastest_and_pp_slowest() -> None:
+    layout = ParallelLayout(tp=2, dp=2, pp=2)
+    assert [tuple(layout.coordinate(rank)) for rank in range(8)] == [
+        (0, 0, 0, 0),
+        (1, 0, 0, 0),
+        (0, 0, 1, 0),
+        (1, 0, 1, 0),
+        (0, 0, 0, 1),
+        (1, 0, 0, 1),
+        (0, 0, 1, 1),
+        (1, 0, 1, 1),
+    ]
+    assert layout.ranks_along("pp", Coordinate(tp=1, dp=1)) == [3, 7]
+    assert layout.ranks_along("dp", Coordinate(pp=1)) == [4, 6]
+
+
+@given(per_stage=integers(1, 5), pp=integers(1, 5), vpp=integers(1, 3))
+def test_layers_of_even_stages_tile_the_model(per_stage: int, pp: int, vpp: int) -> None:
+    layout = ParallelLayout(pp=pp, vpp=vpp if pp > 1 else 1)
+    num_layers = per_stage * pp * layout.vpp
+    chunks = [
+        layout.layers_of_stage(num_layers, stage, chunk) for chunk in range(layout.vpp) for stage in range(layout.pp)
+    ]
+    assert [layer for layers in chunks for layer in layers] == list(range(num_layers))
+    assert {len(layers) for layers in chunks} == {per_stage}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "first", "last", "expected"),
+    [
+        (4, 2, 1, None, [1, 3]),
+        (4, 2, None, 1, [3, 1]),
+        (10, 4, 1, 3, [1, 3, 3, 3]),
+        (7, 3, 2, None, None),  # five layers over two stages
+        (4, 2, 1, 2, None),
+        (3, 2, None, None, None),
+        (2, 3, 1, 1, None),  # a stage without layers
+    ],
+)
+def test_uneven_stages(num_layers: int, pp: int, first: int | None, last: int | None, expected: list[int] | None) -> None:
+    layout = ParallelLayout(pp=pp, first_stage_layers=first, last_stage_layers=last)
+    if expected is None:
+        with pytest.raises(LayoutError, match=f"{num_layers} layers do not divide into pp={pp}"):
+            layout.layers_of_stage(num_layers, 0)
+        return
+    stages = [layout.layers_of_stage(num_layers, stage) for stage in range(pp)]
+    assert [len(stage) for stage in stages] == expected
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+
+
+@given(vocab=integers(1, 200_000), tp=integers(1, 16))
+def test_padded_vocabulary_is_the_next_multiple(vocab: int, tp: int) -> None:
+    padded = ParallelLayout(tp=tp).padded_vocab_size(vocab)
+    assert padded % (64 * tp) == 0
+    assert 0 <= padded - vocab < 64 * tp
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 0}, "tp=0 is less than 1"),
+        ({"sequence_parallel": True}, "tp=1"),
+        ({"vpp": 2}, "need pp > 1"),
+        ({"first_stage_layers": 1}, "need pp > 1"),
+        ({"tp": 2, "ep": 3}, "does not divide"),
+    ],
+)
+def test_impossible_layouts_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        ParallelLayout(**options)
+
+
+def test_places_off_the_grid_are_refused() -> None:
+    layout = ParallelLayout(tp=2)
+    with pytest.raises(LayoutError, match="rank 2 is outside"):
+        layout.coordinate(2)
+    with pytest.raises(LayoutError, match="off the dp axis of size 1"):
+        layout.rank(Coordinate(dp=1))
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((4, 3, 8), "3 key-value"), ((3, 2, 8), "3 att"), ((4, 2, 7), "7 feed")])
+def test_heads_must_divide(sizes: tuple[int, int, int], message: str) -> None:
+    ParallelLayout(tp=2).check_heads(4, 2, 8)
+    with pytest.raises(LayoutError, match=message):
+        ParallelLayout(tp=2).check_heads(*sizes)
+
+
+def test_the_grid_loads_no_torch() -> None:
+    code = "import sys, megarl.parallel.grid, megarl.platform.env, megarl.platform.device; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
