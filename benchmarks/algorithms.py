@@ -220,15 +220,17 @@ def load_verl() -> types.ModuleType:
         CACHE / "verl/utils/torch_functional.py",
         ("masked_sum", "masked_mean", "masked_var", "masked_whiten", "clip_by_value"),
     )
-    groupwise = _load("verl_groupwise", CACHE / "verl/utils/groupwise.py")
-    for package in ("verl", "verl.trainer", "verl.workers", "verl.trainer.ppo"):
+    for package in ("verl", "verl.utils", "verl.trainer", "verl.workers", "verl.trainer.ppo"):
         stub(package)
-    stub("verl.utils", as_torch_index=groupwise.as_torch_index, group_mean_std=groupwise.group_mean_std)
-    sys.modules["verl.utils"].torch_functional = stub("verl.utils.torch_functional", **functional)  # type: ignore[attr-defined]
+    stub("verl.utils.device", get_device_name=lambda: "cpu")
+    groupwise = _load("verl_groupwise", CACHE / "verl/utils/groupwise.py")
+    utils = stub("verl.utils", as_torch_index=groupwise.as_torch_index, group_mean_std=groupwise.group_mean_std)
+    utils.torch_functional = stub("verl.utils.torch_functional", **functional)  # type: ignore[attr-defined]
     stub("verl.utils.import_utils", deprecated=lambda _: lambda function: function)
     stub("verl.trainer.config", AlgoConfig=AlgoConfig)
     stub("verl.workers.config", ActorConfig=ActorConfig)
-    stub("omegaconf", DictConfig=dict) if importlib.util.find_spec("omegaconf") is None else None
+    if importlib.util.find_spec("omegaconf") is None:
+        stub("omegaconf", DictConfig=dict)
     return _load("verl_core_algos", CACHE / "verl/trainer/ppo/core_algos.py")
 
 

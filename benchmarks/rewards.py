@@ -1,8 +1,8 @@
 """Scoring in the pool beside scoring the same samples in one process.
 
 Usage: python benchmarks/rewards.py
-The last line is one JSON object; ``value`` is seconds for 128 short answers of chain_sum with two processes, whose target
-is 0.1; ``ratio`` is that over the bare loop in one process.
+The last line is one JSON object; ``value`` is seconds for 128 short answers of chain_sum with two processes, whose
+target is 0.1; ``ratio`` is that over the bare loop in one process.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main() -> None:
             pooled.append(time.perf_counter() - middle)
     value, bare = sorted(pooled)[10], sorted(alone)[10]
     print(f"start {start_s:.2f} s; 128 samples: pool {1e3 * value:.1f} ms, bare loop {1e3 * bare:.1f} ms")
-    print(json.dumps({"benchmark": "rewards", "value": value, "target": 0.1, "ratio": value / bare, "start_s": start_s,
-                      "machine": platform.processor() or platform.machine()}))  # fmt: skip
+    result = {"benchmark": "rewards", "value": value, "target": 0.1, "ratio": value / bare, "start_s": start_s}
+    print(json.dumps({**result, "machine": platform.machine()}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ check() { # name, command
   "$@" || failed+=("$name")
 }
 check "ruff check" ruff check --quiet .
-check "ruff format" ruff format --check --quiet .
+check "ruff format" ruff format --check .
 check "mypy" mypy --no-error-summary
 # Standard input is closed so that no test waits for a person.
 [[ ${#failed[@]} == 0 ]] || echo "== failed before the tests: ${failed[*]}"

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from megarl.algorithms.masking import bits_of, blocks, keep_bits, spread_rows, widen
 from megarl.algorithms.masking import row_tokens as count_row_tokens
-from megarl.algorithms.masking import select
 from megarl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -72,18 +72,37 @@ def aggregate(
         logger.warning("minibatch without a single valid token: its loss is 0")
     tokens = max(denominators.num_tokens, 1)
     rows = max(denominators.num_rows, 1)
-    loss = select(response_mask, token_loss)
     if mode == "token-mean":
-        return loss.sum() / tokens
-    if mode == "token-sum":
-        return loss.sum()
-    if mode == "seq-mean-token-sum":
-        return loss.sum() / rows
-    if mode == "seq-mean-token-sum-norm":
+        weight: Tensor | float = 1 / tokens
+    elif mode == "token-sum":
+        weight = 1.0
+    elif mode == "seq-mean-token-sum":
+        weight = 1 / rows
+    elif mode == "seq-mean-token-sum-norm":
         if length is None:
             raise ConfigError("seq-mean-token-sum-norm needs a constant length", fix="set aggregation_length")
-        return loss.sum() / (rows * length)
-    if mode == "seq-mean-token-mean":
+        weight = 1 / (rows * length)
+    elif mode == "seq-mean-token-mean":
         per_row = count_row_tokens(response_mask).clamp(min=1)
-        return (loss.sum(-1) / per_row).sum() / rows
-    raise ConfigError(f"unknown loss aggregation {mode!r}")
+        weight = (per_row * rows).to(widen(token_loss[:0]).dtype).reciprocal()
+    else:
+        raise ConfigError(f"unknown loss aggregation {mode!r}")
+    row_sums: Tensor = _RowSums.apply(widen(token_loss), response_mask)
+    return (row_sums * weight).sum()
+
+
+class _RowSums(torch.autograd.Function):
+    """Sum of each row over its mask, [B, T] -> [B], without a masked copy of the input."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        sums = torch.empty(len(values), dtype=values.dtype, device=values.device)
+        for rows in blocks(values.shape[0], values.shape[1], values.device):
+            sums[rows] = keep_bits(bits_of(mask[rows], values.dtype), values[rows]).sum(-1)
+        return sums
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return spread_rows(grad, mask), None

@@ -1,7 +1,8 @@
 """Selection of valid tokens and the numbers taken from them: the one place where a mask meets arithmetic.
 
-Masks select with ``torch.where`` before anything is computed; nothing is ever multiplied by a mask, since 0 * nan is
-nan.
+What stands off the mask is replaced by 0 before anything is computed; nothing is ever multiplied by a mask, since 0 *
+nan is nan. Selection is a bitwise AND with -1 or 0: exact for every value, and vectorised on CPU where ``torch.where``
+is not (four times as fast there).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megarl.errors import DataError
+
 # A sum over all parts of a split batch, such as an all-reduce over data-parallel ranks. None: the batch is whole.
 Reduce: TypeAlias = Callable[[Tensor], Tensor] | None
 
@@ -19,6 +22,8 @@ LOG_RATIO_BOUND = 20.0
 # Rows are taken in blocks of about this many tokens on CPU: temporaries then stay in cache, where elementwise
 # operations run three times as fast as from memory. One block on an accelerator, where launches cost more than traffic.
 _BLOCK_TOKENS = 1 << 17
+_EVEN_BYTES = 0x00FF00FF00FF00FF
+_ONE_PER_LANE = 0x0001000100010001
 
 
 def widen(values: Tensor) -> Tensor:
@@ -26,9 +31,56 @@ def widen(values: Tensor) -> Tensor:
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
+def bits_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as all ones or all zeros in integers as wide as ``dtype`` (float32 or float64).
+
+    Raises:
+        DataError: the mask is not bool.
+    """
+    if mask.dtype != torch.bool:
+        raise DataError(f"a response mask is bool, found {mask.dtype}", fix="compare with 0")
+    return mask.view(torch.int8).neg().to(_integer(dtype))
+
+
+def keep_bits(bits: Tensor, values: Tensor) -> Tensor:
+    """Values where bits are ones, 0 elsewhere whatever stood there; shapes broadcast, no gradient."""
+    return torch.bitwise_and(values.view(bits.dtype), bits).view(values.dtype)
+
+
+def _integer(dtype: torch.dtype) -> torch.dtype:
+    return torch.int64 if dtype == torch.float64 else torch.int32
+
+
 def select(mask: Tensor, values: Tensor) -> Tensor:
     """Values where the mask is true and 0 elsewhere, at least float32; the gradient is 0 off the mask too."""
-    return torch.where(mask, widen(values), 0.0)
+    wide = widen(values)
+    bits = bits_of(mask, wide.dtype)
+    if wide.requires_grad and torch.is_grad_enabled():
+        selected: Tensor = _Select.apply(wide, bits)
+        return selected
+    return keep_bits(bits, wide)
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, bits: Tensor) -> Tensor:
+        ctx.save_for_backward(bits)
+        return keep_bits(bits, values)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (bits,) = ctx.saved_tensors
+        return keep_bits(bits, grad), None
+
+
+def spread_rows(per_row: Tensor, mask: Tensor) -> Tensor:
+    """Each row's number at its true places, 0 elsewhere: [B] and [B, T] -> [B, T]; no gradient."""
+    column = per_row[:, None]
+    result = torch.empty(mask.shape, dtype=per_row.dtype, device=mask.device)
+    for rows in blocks(mask.shape[0], mask.shape[1], mask.device):
+        bits = bits_of(mask[rows], per_row.dtype)
+        torch.bitwise_and(bits, column[rows].view(bits.dtype), out=result[rows].view(bits.dtype))
+    return result
 
 
 def blocks(num_rows: int, tokens_per_row: int, device: torch.device) -> Iterator[slice]:
@@ -39,16 +91,27 @@ def blocks(num_rows: int, tokens_per_row: int, device: torch.device) -> Iterator
 
 
 def num_tokens(mask: Tensor) -> Tensor:
-    """Number of true places as an int64 scalar tensor. Integer sums over bool are slow on CPU unless narrowed."""
+    """Number of true places as an int64 scalar tensor."""
     return row_tokens(mask).sum()
 
 
 def row_tokens(mask: Tensor) -> Tensor:
-    """True places of each row: [B] int64."""
-    return mask.sum(-1, dtype=torch.int32).long()
+    """True places along the last axis: [B] int64 for a mask [B, T]."""
+    packed = mask.is_contiguous() and mask.shape[-1] % 8 == 0 and mask.storage_offset() % 8 == 0 and mask.numel()
+    if not packed:
+        return mask.sum(-1, dtype=torch.int32).long()
+    # Eight bools are one int64 whose bytes add up without carry as long as no more than 255 are added: six times as
+    # fast as a sum over bools, which converts each of them first.
+    words = mask.view(torch.int64)
+    total = torch.zeros(mask.shape[:-1], dtype=torch.int64, device=mask.device)
+    for part in words.split(248, dim=-1):
+        lanes = part.sum(-1)
+        pairs = (lanes & _EVEN_BYTES) + ((lanes >> 8) & _EVEN_BYTES)
+        total += ((pairs * _ONE_PER_LANE) >> 48) & 0xFFFF
+    return total
 
 
-def count_below(left: Tensor, right: Tensor | float) -> Tensor:
+def count_below(left: Tensor, right: Tensor) -> Tensor:
     """How many elements of ``left`` are below ``right``: a scalar tensor."""
     return torch.lt(left, right, out=torch.empty_like(left)).sum()
 

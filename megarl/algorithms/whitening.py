@@ -5,35 +5,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import Reduce, blocks, num_tokens, select
+from megarl.algorithms.masking import Reduce, bits_of, blocks, keep_bits, num_tokens
 from megarl.observability.metrics import Metrics, Sum
 
 # Added to the variance, as in verl and TRL.
 _EPS = 1e-8
 
 
-def whiten(values: Tensor, mask: Tensor, reduce: Reduce = None) -> tuple[Tensor, Metrics]:
-    """(x - mean) / sqrt(var + 1e-8) over the valid tokens, var with ddof 1; 0 off the mask.
+def whiten_(values: Tensor, mask: Tensor, reduce: Reduce = None) -> Metrics:
+    """(x - mean) / sqrt(var + 1e-8) over the valid tokens, var with ddof 1; in place.
 
-    With fewer than two valid tokens the values come back as they are and ``adv/whitening_skipped`` counts 1.
-    Two passes (mean, then squared deviations) and float64 totals keep it stable for long batches far from 0.
+    With fewer than two valid tokens the values stay as they are and ``adv/whitening_skipped`` counts 1. Squared
+    deviations are from the mean of a block of rows, and blocks are merged in float64: stable for long batches far from
+    0.
 
-    Shapes: values [B, T] float, mask [B, T] bool. ``reduce`` sums over the ranks that hold the rest of the batch.
+    Shapes: values [B, T] float32 or float64 and 0 off the mask, mask [B, T] bool. ``reduce`` sums over the ranks that
+    hold the rest.
     """
-    result = select(mask, values)
-    rows = list(blocks(result.shape[0], result.shape[1], result.device))
-    first = torch.stack([num_tokens(mask).double(), _total([result[r].sum() for r in rows], result)])
+    rows = list(blocks(values.shape[0], values.shape[1], values.device))
+    parts = torch.zeros(max(1, len(rows)), 3, dtype=torch.float64, device=values.device)
+    for part, r in zip(parts, rows, strict=False):
+        bits = bits_of(mask[r], values.dtype)
+        block = values[r]
+        part[0] = num_tokens(mask[r])
+        part[1] = block.sum()
+        deviation = keep_bits(bits, block - (part[1] / part[0].clamp(min=1)).to(block.dtype))
+        part[2] = torch.linalg.vector_norm(deviation, dim=-1).double().square().sum()
+    first = parts[:, :2].sum(0)
     count, total = (first if reduce is None else reduce(first)).tolist()
     if count < 2:
-        return result, {"adv/whitening_skipped": Sum(1.0)}
+        return {"adv/whitening_skipped": Sum(1.0)}
     mean = total / count
-    squares = _total([_sum_of_squares(select(mask[r], result[r] - mean)) for r in rows], result)
+    # Squares about a block's own (rounded) mean, moved to the global one.
+    block_mean = (parts[:, 1] / parts[:, 0].clamp(min=1)).to(values.dtype).double()
+    step = block_mean - mean
+    squares = (parts[:, 2] + 2 * step * (parts[:, 1] - parts[:, 0] * block_mean) + parts[:, 0] * step.square()).sum()
     if reduce is not None:
         squares = reduce(squares)
-    scale = float((squares.item() / (count - 1) + _EPS) ** -0.5)
+    scale = (squares.item() / (count - 1) + _EPS) ** -0.5
+    shift = torch.tensor(-mean * scale, dtype=values.dtype, device=values.device)
     for r in rows:
-        result[r] = torch.where(mask[r], (result[r] - mean).mul_(scale), 0.0)
-    return result, {"adv/whitening_skipped": Sum(0.0)}
+        torch.add(keep_bits(bits_of(mask[r], values.dtype), shift), values[r], alpha=scale, out=values[r])
+    return {"adv/whitening_skipped": Sum(0.0)}
 
 
 def whiten_rows(row_values: Tensor, num_tokens: Tensor, reduce: Reduce = None) -> tuple[Tensor, Metrics]:
@@ -50,13 +63,3 @@ def whiten_rows(row_values: Tensor, num_tokens: Tensor, reduce: Reduce = None) -
         squares = reduce(squares)
     whitened = centered * (squares.item() / (count - 1) + _EPS) ** -0.5
     return torch.where(num_tokens > 0, whitened, 0.0), {"adv/whitening_skipped": Sum(0.0)}
-
-
-def _total(parts: list[Tensor], like: Tensor) -> Tensor:
-    if not parts:
-        return like.new_zeros((), dtype=torch.float64)
-    return torch.stack(parts).double().sum()
-
-
-def _sum_of_squares(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values, dim=-1).double().square().sum()

@@ -35,7 +35,8 @@ class ParallelLayout:
     """Parallel degrees of one role.
 
     ``ep`` and ``etp`` re-cut the ranks of one pipeline stage for the expert layers, hence they are no factors of
-    ``world_size``. ``first_stage_layers`` and ``last_stage_layers`` make the outer stages uneven; the middle ones divide.
+    ``world_size``. ``first_stage_layers`` and ``last_stage_layers`` make the outer stages uneven; the middle ones
+    divide the rest evenly.
     """
 
     tp: int = 1

@@ -77,9 +77,7 @@ def plain_groups(layout: ParallelLayout) -> ParallelGroups:
     size.
     """
     if dist.get_world_size() != layout.world_size:
-        raise LayoutError(
-            f"{dist.get_world_size()} processes were started for a layout of {layout.world_size} ranks"
-        )
+        raise LayoutError(f"{dist.get_world_size()} processes were started for a layout of {layout.world_size} ranks")
     rank = dist.get_rank()
     mine: dict[str, ProcessGroup] = {}
     for axis, members in _partitions(layout):
@@ -88,7 +86,11 @@ def plain_groups(layout: ParallelLayout) -> ParallelGroups:
         if rank in members:
             mine[axis] = group
     return ParallelGroups(
-        layout=layout, rank=rank, coordinate=layout.coordinate(rank), world=dist.group.WORLD, **mine  # type: ignore[arg-type]
+        layout=layout,
+        rank=rank,
+        coordinate=layout.coordinate(rank),
+        world=dist.group.WORLD,
+        **mine,
     )
 
 

@@ -1,9 +1,10 @@
 """The CPU as a device, and everything Megatron-Core needs to run on it over gloo.
 
-Megatron-Core names CUDA in its source: buffers on ``torch.cuda.current_device()``, ``device="cuda"``, ``tensor.cuda()``,
-type strings. ``ADAPTATIONS`` lists what megarl replaces, one entry for each place Megatron-Core would fail at, with file
-and line in megatron-core 0.16.1 / 0.19.2. Each has a test in ``tests/unit/platform/test_cpu_adaptations.py`` that runs
-Megatron's own operation without it and expects the failure, so a release that no longer needs an entry says so.
+Megatron-Core names CUDA in its source: buffers on ``torch.cuda.current_device()``, ``device="cuda"``,
+``tensor.cuda()``, type strings. ``ADAPTATIONS`` lists what megarl replaces, one entry for each place Megatron-Core
+would fail at, with file and line in megatron-core 0.16.1 / 0.19.2. Each has a test in
+``tests/distributed/test_cpu_adaptations.py`` that runs Megatron's own operation without it and expects the failure, so
+a release that no longer needs an entry says so.
 
 Invariants:
 1. ``torch`` itself is left alone. Megatron's modules see a copy of its namespace in which the CUDA device is the CPU;

@@ -21,7 +21,7 @@ LayerImplementation = Literal["local", "transformer_engine"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory of this process in bytes: tensors alive, their peak since the last reset, taken from the device, all of it."""
+    """Bytes of this process: tensors alive, their peak since the last reset, taken from the device; the device's all."""
 
     allocated_bytes: int
     peak_bytes: int

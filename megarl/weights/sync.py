@@ -1,7 +1,8 @@
 """A weight update from trainer ranks to engines: prepare, transfer, verify, commit.
 
 ``SyncSession.publish`` is the protocol; it runs on the driver and calls both ends by method name, through a function
-that knows how to reach them. ``WeightSender`` is the trainer's end, ``rollout/vllm/weights.py`` the engine's.
+that knows how to reach them. ``WeightSender`` is the trainer's end, ``intake.py`` and ``rollout/vllm/weights.py`` the
+engine's.
 
     sender:   offer() -> regions        open() -> address    connect(manifest, ...)    send(version, ...) -> report
     receiver: connect(addresses, ...)   receive(version, ...) -> report   commit(version)   poison(reason)
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,14 @@ from torch import Tensor
 
 from megarl.errors import MegarlError, SyncError
 from megarl.weights.checksum import add, checksum
-from megarl.weights.manifest import Bucket, Manifest, Piece, build_manifest
+from megarl.weights.manifest import Manifest, Piece, build_manifest
 from megarl.weights.region import Box, Region
 from megarl.weights.transport.group import Address, Backend, Channel, TransportError, byte_buffer, open_store
 
 logger = logging.getLogger(__name__)
+
+# Ranks that wait to be joined by one that failed to come learn of it by this only.
+_CONNECT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +152,11 @@ class WeightSender:
         if self._channel is None or self._manifest is None or self._manifest.digest != digest:
             raise self._failure("transfer", None, f"version {version} goes by another manifest than this rank has")
         buckets = list(self._manifest.buckets_of(self.rank))
-        views = {(region.tensor, region.box): view for region, view in self._pieces() if region.is_owner}
         checksums: dict[str, int] = {}
         sent: list[Any] = []
         tensor: str | None = None
         try:
+            views = {(region.tensor, region.box): view for region, view in self._pieces() if region.is_owner}
             for index, bucket in enumerate(buckets):
                 if index >= 2:  # two buffers in turn: the one to be filled must have left
                     self._channel.wait(sent[index - 2], deadline=deadline)
@@ -170,7 +174,7 @@ class WeightSender:
             failure = self._failure("transfer", tensor, error.cause, from_peer=error.from_peer)
             self._abort(str(failure))
             raise failure from error
-        except (KeyError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the others must not wait for the rest
             failure = self._failure("transfer", tensor, f"{type(error).__name__}: {error}")
             self._abort(str(failure))
             raise failure from error
@@ -198,7 +202,10 @@ class WeightSender:
         """Copy a piece into its place in the bucket, converting the dtype; returns that place shaped like the box."""
         assert self._manifest is not None
         place = piece_view(buffer, piece, getattr(torch, self._manifest.dtype))
-        place.copy_(views[piece.tensor, piece.box])
+        view = views[piece.tensor, piece.box]
+        if view.shape != place.shape:  # copy_ would broadcast
+            raise RuntimeError(f"the parameter's view has shape {tuple(view.shape)}, the piece {piece.shape}")
+        place.copy_(view)
         return place
 
     def _abort(self, reason: str) -> None:
@@ -284,12 +291,13 @@ class SyncSession:
             addresses = dict(zip(manifest.senders, opened, strict=True))
             count = self._ranks_per_receiver
             total = count * len(self._receivers)
-            calls = [Call(sender, "connect", (manifest, total, self._timeout_s)) for sender in senders]
+            timeout_s = min(self._timeout_s, _CONNECT_TIMEOUT_S)
+            calls = [Call(sender, "connect", (manifest, total, timeout_s)) for sender in senders]
             calls += [
-                Call(receiver, "connect", (addresses, manifest, 1 + index * count, total, self._timeout_s))
+                Call(receiver, "connect", (addresses, manifest, 1 + index * count, total, timeout_s))
                 for index, receiver in enumerate(self._receivers)
             ]
-            self._invoke(calls, self._timeout_s)
+            self._invoke(calls, timeout_s)
             self._is_connected = True
         return manifest
 
@@ -349,12 +357,6 @@ def piece_view(buffer: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
         num_elements *= size
     flat = buffer[piece.start : piece.start + num_elements * dtype.itemsize]
     return flat.view(dtype).view(piece.shape)
-
-
-def unpack(bucket: Bucket, buffer: Tensor, dtype: torch.dtype) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces of a received bucket with their elements; they are valid until the buffer is filled again."""
-    for piece in bucket.pieces:
-        yield piece, piece_view(buffer, piece, dtype)
 
 
 def _accumulate(checksums: dict[str, int], piece: Piece, packed: Tensor) -> None:

@@ -73,9 +73,7 @@ class Rank:
 
     def store(self, name: str = "default") -> dist.Store:
         """A store shared by the ranks of this call."""
-        server = dist.TCPStore(
-            "127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=self.timeout_s)
-        )
+        server = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
         return dist.PrefixStore(f"call-{self.call}/{name}", server)
 
     def join(self) -> None:
@@ -175,7 +173,9 @@ class RankPool:
         self.close(len(workers))
         report = [f"rank {rank} of {len(workers)} raised in {name}:\n{text}" for rank, text in failures.items()]
         if not failures:
-            report += [f"rank {rank} did not return from {name} in {timeout_s} s; it was at:\n{s}" for rank, s in stacks]
+            report += [
+                f"rank {rank} did not return from {name} in {timeout_s} s; it was at:\n{s}" for rank, s in stacks
+            ]
         elif silent:
             report.append(f"ranks {silent} had not returned by then")
         raise RankError("\n".join(report))
@@ -237,11 +237,11 @@ def _serve(pipe: Connection, stack_file: str) -> None:
                 return
             try:
                 reply = (True, function(rank, *args, **kwargs))
-            except BaseException:  # noqa: BLE001 - reported to the test, whatever it is
+            except BaseException:
                 reply = (False, traceback.format_exc())
             try:
                 _forget_groups()
-            except Exception:  # noqa: BLE001
+            except Exception:
                 reply = reply if not reply[0] else (False, traceback.format_exc())
             sys.stdout.flush()
             try:

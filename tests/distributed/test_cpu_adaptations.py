@@ -94,8 +94,9 @@ def gather_optimizer_state(groups: ParallelGroups) -> None:
     model = wrapped(groups, torch.float32, distributed=True)
     settings = OptimizerConfig(lr=1.0, use_distributed_optimizer=True)
     (optimizer,) = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False).chained_optimizers
-    for state in optimizer.optimizer.param_groups[0]["params"]:
-        optimizer.optimizer.state[state] = {"exp_avg": torch.zeros_like(state), "exp_avg_sq": torch.zeros_like(state)}
+    for group in optimizer.optimizer.param_groups:
+        for part in group["params"]:
+            optimizer.optimizer.state[part] = {name: torch.zeros_like(part) for name in ("exp_avg", "exp_avg_sq")}
     optimizer.get_parameter_state_dp_zero(use_gloo_comm=False)
 
 
@@ -164,14 +165,16 @@ OPERATIONS: dict[str, tuple[Callable[[ParallelGroups], None], ParallelLayout, st
 }
 
 
-def without_then_with(rank: Rank, name: str, operation: Callable[[ParallelGroups], None], layout: ParallelLayout) -> str:
+def without_then_with(
+    rank: Rank, name: str, operation: Callable[[ParallelGroups], None], layout: ParallelLayout
+) -> str:
     """What the operation raised while the adaptation was missing; then it must succeed."""
     rank.join()
     adapt_megatron(without=[name])
     groups = initialize_megatron(layout, rank.timeout_s)
     try:
         operation(groups)
-    except BaseException as error:  # noqa: BLE001 - checkpoint failures are no Exception
+    except BaseException as error:
         failure = f"{type(error).__name__}: {error}"
     else:
         return f"{operation.__name__} runs without {name}: remove the adaptation"

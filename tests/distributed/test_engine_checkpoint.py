@@ -50,7 +50,9 @@ def _metrics_and_weights(results: list[Any]) -> tuple[Any, dict[str, torch.Tenso
     return next(m for m, _ in results if m), assemble(piece for _, pieces in results for piece in pieces)
 
 
-@pytest.mark.parametrize("options", [{}, {"distributed": False}, {"dtype": "bfloat16"}], ids=["sharded", "plain", "bf16"])
+@pytest.mark.parametrize(
+    "options", [{}, {"distributed": False}, {"dtype": "bfloat16"}], ids=["sharded", "plain", "bf16"]
+)
 @pytest.mark.parametrize(
     "layout",
     [ParallelLayout(), ParallelLayout(tp=2, dp=2, sequence_parallel=True), ParallelLayout(tp=2, pp=2)],

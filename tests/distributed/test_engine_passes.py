@@ -193,15 +193,11 @@ def poisoned(rank: Rank, layout: ParallelLayout, distributed: bool, dtype: str) 
     bad = [row * 1e38 if index in minibatches[0] else row for index, row in enumerate(rows)]
     poison = batch.replace(advantages=Ragged.from_rows(bad))
     first = engine.update_policy(poison, policy_update(), minibatches[:1])
-    unchanged = all(
-        torch.equal(old, new) for (_, old), (_, new) in zip(before, engine.pieces(), strict=True)
-    )
+    unchanged = all(torch.equal(old, new) for (_, old), (_, new) in zip(before, engine.pieces(), strict=True))
     second = engine.update_policy(batch, policy_update(), minibatches[:1])
     clean = make_engine(QWEN2, groups, distributed=distributed, dtype=dtype)
     expected = clean.update_policy(batch, policy_update(), minibatches[:1])
-    same = all(
-        torch.equal(mine, other) for (_, mine), (_, other) in zip(engine.pieces(), clean.pieces(), strict=True)
-    )
+    same = all(torch.equal(mine, other) for (_, mine), (_, other) in zip(engine.pieces(), clean.pieces(), strict=True))
     return unchanged, same, [None if m is None else values(m) for m in (first, second, expected)]
 
 

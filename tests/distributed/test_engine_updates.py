@@ -25,9 +25,7 @@ def train(
     rank: Rank, layout: ParallelLayout, spec: ModelSpec, kind: str, cap: int, distributed: bool, options: dict[str, Any]
 ) -> tuple[dict[str, float] | None, list[Any]]:
     groups = rank.start(layout)
-    engine = make_engine(
-        spec, groups, cap=cap, distributed=distributed, head="value" if kind == "value" else "lm"
-    )
+    engine = make_engine(spec, groups, cap=cap, distributed=distributed, head="value" if kind == "value" else "lm")
     batch, minibatches = replica(recorded_batch(spec.vocab_size), groups)
     if kind == "policy":
         metrics = engine.update_policy(batch, policy_update(**options), minibatches)

@@ -134,9 +134,7 @@ def gradients(
     run(wrapped, groups, finish, forward_only=False)
     grads = {name: parameter.main_grad for name, parameter in parameters(chunk).items()}
     regions = megatron_regions(spec, layout, groups.coordinate, value_head=head == "value")
-    return {
-        (region.tensor, region.box): view.clone() for region, view in pieces(regions, grads, owned_only=False)
-    }
+    return {(region.tensor, region.box): view.clone() for region, view in pieces(regions, grads, owned_only=False)}
 
 
 def one_rank(ranks: RankPool, function: Any, *args: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import Reduce, row_tokens, select
+from megarl.algorithms.masking import Reduce, blocks, row_tokens, select, spread_rows, widen
 from megarl.algorithms.registry import Registry, bind_options, keywords_of
 from megarl.errors import ConfigError, DataError
 from megarl.observability.metrics import Metrics
@@ -187,7 +187,7 @@ class Estimator:
             rows = replace(rows, reward_components=reward_components, reduce=reduce)
             if self.on_rows:
                 per_row, metrics = self.rows(rows)
-                return Advantages(_spread(per_row, kept, token_level_rewards), None, metrics)
+                return Advantages(spread_rows(per_row.to(widen(token_level_rewards[:0]).dtype), kept), None, metrics)
             inputs = TokenInputs(
                 token_level_rewards, response_mask, kept, rows, values, truncated, greedy_scores, old_log_probs,
                 sum_pi_squared, importance_weights, reduce,
@@ -207,7 +207,9 @@ def _row_inputs(
     group_stats: GroupStatistics,
 ) -> RowInputs:
     num_kept = row_tokens(kept)
-    present = num_kept > 0 if group_stats == "kept" else row_tokens(response_mask) > 0
+    present = num_kept > 0
+    if group_stats == "all" and kept is not response_mask:
+        present = row_tokens(response_mask) > 0
     unique, group = torch.unique(group_id, return_inverse=True)
     return RowInputs(
         scores=row_scores(rewards, response_mask),
@@ -220,12 +222,10 @@ def _row_inputs(
 
 def row_scores(rewards: Tensor, response_mask: Tensor) -> Tensor:
     """Sum of a row's token rewards over its response: [B] float64 (group statistics of equal scores are then exact)."""
-    return select(response_mask, rewards).sum(-1).double()
-
-
-def _spread(per_row: Tensor, kept: Tensor, like: Tensor) -> Tensor:
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.where(kept, per_row.to(dtype)[:, None], 0.0)
+    scores = torch.empty(len(rewards), dtype=torch.float64, device=rewards.device)
+    for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
+        scores[rows] = select(response_mask[rows], rewards[rows]).sum(-1)
+    return scores
 
 
 def _adopt(kind: str, found: object) -> EstimatorEntry:

@@ -1,4 +1,4 @@
-"""Discounted sums from the end of a row: y_t = x_t + c y_{t+1} over the valid tokens, in log2(T) vector operations."""
+"""Discounted sums from the end of a row: y_t = x_t + c y_{t+1} over the valid tokens."""
 
 from __future__ import annotations
 
@@ -7,26 +7,62 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A discount power below this contributes nothing to a float32 sum of comparable terms, however long.
-_NEGLIGIBLE = 1e-30
+from megarl.algorithms.masking import bits_of, keep_bits, row_tokens
+
+# A discount power below this contributes nothing to a float32 sum of comparable terms.
+_NEGLIGIBLE = 1e-12
+_CHUNK = 32
 
 
-def discounted_reverse_sum(values: Tensor, discount: float) -> Tensor:
+class ReverseSum:
     """y_t = x_t + discount * y_{t+1} along the last axis, y after the end 0.
 
-    By doubling: after step k each element holds the sum of its next 2^k terms. The summation is a tree, so its error
-    grows with log T; no step depends on the one before it in time, unlike the loop over T that peers run.
+    No step waits for the one before it in time, unlike the loop over T that peers run. On CPU chunks of 32 tokens, and
+    then the carries between chunks, are products with triangular matrices of powers. Elsewhere (and where float32
+    products may be rounded to less, or the length does not divide) sums double their span: log2(T) vector operations.
 
-    Shapes: [b, T] float, gaps already closed (``Packing``). Returns [b, T].
+    Args:
+        length: T.
+        discount: in [0, 1].
+        like: a tensor of the device and dtype of the values.
     """
+
+    def __init__(self, length: int, discount: float, like: Tensor) -> None:
+        self._discount = discount
+        exact = like.dtype == torch.float64 or torch.get_float32_matmul_precision() == "highest"
+        self._by_chunks = like.device.type == "cpu" and exact and length % _CHUNK == 0 and length > _CHUNK
+        if self._by_chunks:
+            self._within = _triangle(_CHUNK, discount, like)
+            self._between = _triangle(length // _CHUNK, discount**_CHUNK, like)
+            self._reach = like.new_tensor([discount**k for k in range(_CHUNK, 0, -1)])
+
+    def __call__(self, values: Tensor, out: Tensor) -> Tensor:
+        """Sums of [b, T] float values, gaps already closed (``Packing``), into ``out`` [b, T] contiguous."""
+        if not self._by_chunks:
+            return out.copy_(_by_doubling(values, self._discount))
+        torch.mm(values.view(-1, _CHUNK), self._within, out=out.view(-1, _CHUNK))
+        chunks = out.view(len(values), -1, _CHUNK)
+        heads = chunks[:, :, 0] @ self._between
+        chunks[:, :-1].addcmul_(heads[:, 1:, None], self._reach)
+        return out
+
+
+def _triangle(size: int, discount: float, like: Tensor) -> Tensor:
+    """Entry (s, t) is discount^(s - t) for s >= t, else 0: x @ triangle sums from the end."""
+    place = torch.arange(size, device=like.device)
+    ahead = place[:, None] - place
+    powers = like.new_tensor([discount**k for k in range(size)])
+    return torch.where(ahead >= 0, powers[ahead.clamp(min=0)], 0.0)
+
+
+def _by_doubling(values: Tensor, discount: float) -> Tensor:
     length = values.shape[-1]
-    current, other = values, torch.empty_like(values)
+    current, other = values.clone(), torch.empty_like(values)
     span = 1
     while span < length and (power := discount**span) > _NEGLIGIBLE:
         torch.add(current[:, :-span], current[:, span:], alpha=power, out=other[:, :-span])
         other[:, -span:] = current[:, -span:]
-        # The caller's tensor is read only; from the second step on two own buffers alternate.
-        current, other = other, torch.empty_like(values) if current is values else current
+        current, other = other, current
         span *= 2
     return current
 
@@ -39,39 +75,37 @@ class Packing:
         mask: [B, T] bool.
         front: [B, T] bool, the same count of true places at the front of each row; ``mask`` itself if it has no gaps.
         lengths: valid tokens per row: [B] int64.
+        has_gaps: whether any row has an invalid token before a valid one.
     """
 
     mask: Tensor
     front: Tensor
     lengths: Tensor
+    has_gaps: bool
 
     @staticmethod
     def of(mask: Tensor) -> Packing:
         """Looks whether any row has a valid token after an invalid one."""
-        lengths = mask.sum(-1, dtype=torch.int32).long()
-        has_gaps = bool((mask[:, 1:] & ~mask[:, :-1]).any())
+        lengths = row_tokens(mask)
+        has_gaps = bool((mask[:, 1:] > mask[:, :-1]).any())
         if not has_gaps:
-            return Packing(mask, mask, lengths)
+            return Packing(mask, mask, lengths, False)
         front = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
-        return Packing(mask, front, lengths)
+        return Packing(mask, front, lengths, True)
 
     def rows(self, index: slice) -> Packing:
         """The packing of some rows."""
-        return Packing(self.mask[index], self.front[index], self.lengths[index])
+        return Packing(self.mask[index], self.front[index], self.lengths[index], self.has_gaps)
 
-    @property
-    def has_gaps(self) -> bool:
-        """Whether packing moves anything."""
-        return self.front is not self.mask
-
-    def pack(self, values: Tensor) -> Tensor:
-        """Valid values at the front of their row, 0 behind them; what stood off the mask is gone."""
+    def pack(self, *tensors: Tensor) -> list[Tensor]:
+        """Valid values at the front of their row, 0 behind them; what stood off the mask is gone. New tensors."""
         if not self.has_gaps:
-            return torch.where(self.mask, values, 0.0)
-        return torch.zeros_like(values).masked_scatter_(self.front, values.masked_select(self.mask))
+            bits = bits_of(self.mask, tensors[0].dtype)
+            return [keep_bits(bits, values) for values in tensors]
+        return [torch.zeros_like(x).masked_scatter_(self.front, x.masked_select(self.mask)) for x in tensors]
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Front values back at their places, 0 elsewhere."""
-        if not self.has_gaps:
-            return torch.where(self.mask, packed, 0.0)
-        return torch.zeros_like(packed).masked_scatter_(self.mask, packed.masked_select(self.front))
+    def unpack_(self, packed: Tensor) -> None:
+        """Front values back to their places, 0 elsewhere, in place; nothing to do where there are no gaps."""
+        if self.has_gaps:
+            values = packed.masked_select(self.front)
+            packed.zero_().masked_scatter_(self.mask, values)

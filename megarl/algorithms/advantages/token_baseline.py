@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from megarl.algorithms.advantages.base import Advantages, TokenInputs
 from megarl.algorithms.advantages.row_scores import group_statistics
 from megarl.algorithms.advantages.token_scans import discounted_returns
@@ -27,12 +25,11 @@ def optimal_token_baseline(inputs: TokenInputs) -> Advantages:
         raise DataError("estimator 'optimal_token_baseline' needs old_log_probs")
     assert inputs.sum_pi_squared is not None  # declared in needs
     kept, rows = inputs.kept, inputs.rows
-    returns = discounted_returns(inputs, 1.0)
+    returns = select(kept, discounted_returns(inputs, 1.0))
     energy = 1 - 2 * select(kept, inputs.old_log_probs).exp() + select(kept, inputs.sum_pi_squared)
     if inputs.importance_weights is not None:
         energy *= select(kept, inputs.importance_weights).square()
-    weight = select(kept, torch.where(kept, energy, 0.0).cumsum(-1, dtype=torch.float64).to(returns.dtype))
-    weight = torch.where(rows.counted[:, None], weight, 0.0)
+    weight = select(kept & rows.counted[:, None], select(kept, energy).cumsum(-1))
 
     shape = (rows.num_groups, returns.shape[1])
     numerator_GT = returns.new_zeros(shape).index_add_(0, rows.group, returns * weight)
@@ -40,4 +37,4 @@ def optimal_token_baseline(inputs: TokenInputs) -> Advantages:
     baseline = (numerator_GT / (denominator_GT + _EPS))[rows.group]
     groups = group_statistics(rows, rows.scores)
     has_baseline = kept & (groups.size >= 2)[:, None]
-    return Advantages(torch.where(has_baseline, returns - baseline, 0.0), returns, groups.metrics)
+    return Advantages(select(has_baseline, returns - baseline), returns, groups.metrics)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.base import Advantages, TokenInputs
-from megarl.algorithms.advantages.scan import Packing, discounted_reverse_sum
-from megarl.algorithms.masking import blocks, select, widen
-from megarl.algorithms.whitening import whiten
+from megarl.algorithms.advantages.scan import Packing, ReverseSum
+from megarl.algorithms.masking import bits_of, blocks, keep_bits, select, widen
+from megarl.algorithms.whitening import whiten_
 
 
 def gae(inputs: TokenInputs, *, gamma: float, lam: float, bootstrap_truncated: bool) -> Advantages:
@@ -21,24 +21,23 @@ def gae(inputs: TokenInputs, *, gamma: float, lam: float, bootstrap_truncated: b
     ``truncated`` None means that every row terminated.
     """
     assert inputs.values is not None  # declared in needs
-    rewards, values = widen(inputs.rewards), widen(inputs.values)
+    rewards = widen(inputs.rewards)
+    values = inputs.values.to(rewards.dtype)
     packing = Packing.of(inputs.response_mask)
+    reverse_sum = ReverseSum(rewards.shape[1], gamma * lam, rewards)
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         part = packing.rows(rows)
-        reward, value = part.pack(rewards[rows]), part.pack(values[rows])
+        reward, value = part.pack(rewards[rows], values[rows])
         if bootstrap_truncated and inputs.truncated is not None:
             _bootstrap(reward, value, part.lengths, inputs.truncated[rows], gamma)
         delta = reward.sub_(value)
         delta[:, :-1].add_(value[:, 1:], alpha=gamma)
-        advantage = discounted_reverse_sum(delta, gamma * lam)
-        target = advantage + value
-        advantages[rows] = part.unpack(advantage) if part.has_gaps else advantage
-        returns[rows] = part.unpack(target) if part.has_gaps else target
-    if inputs.kept is not inputs.response_mask:
-        returns = select(inputs.kept, returns)
-    whitened, metrics = whiten(advantages, inputs.kept, inputs.reduce)
-    return Advantages(whitened, returns, metrics)
+        advantage = reverse_sum(delta, out=advantages[rows])
+        target = torch.add(advantage, value, out=returns[rows])
+        part.unpack_(advantage)
+        part.unpack_(target)
+    return _whitened(inputs, advantages, returns)
 
 
 def _bootstrap(reward: Tensor, value: Tensor, lengths: Tensor, truncated: Tensor, gamma: float) -> None:
@@ -51,25 +50,41 @@ def _bootstrap(reward: Tensor, value: Tensor, lengths: Tensor, truncated: Tensor
 def reinforce_plus_plus(inputs: TokenInputs, *, gamma: float) -> Advantages:
     """Discounted returns G_t = r_t + gamma G_{t+1} over the valid tokens, whitened (REINFORCE++, arXiv:2501.03262)."""
     returns = discounted_returns(inputs, gamma)
-    whitened, metrics = whiten(returns, inputs.kept, inputs.reduce)
-    return Advantages(whitened, returns, metrics)
+    return _whitened(inputs, returns.clone(), returns)
+
+
+def _whitened(inputs: TokenInputs, advantages: Tensor, returns: Tensor) -> Advantages:
+    """Both without rejected tokens, advantages whitened in place."""
+    advantages, returns = _kept(inputs, advantages), _kept(inputs, returns)
+    metrics = whiten_(advantages, inputs.kept, inputs.reduce)
+    return Advantages(advantages, returns, metrics)
+
+
+def _kept(inputs: TokenInputs, values: Tensor) -> Tensor:
+    """Values that are 0 off the response mask, without those of rejected tokens."""
+    return values if inputs.kept is inputs.response_mask else select(inputs.kept, values)
 
 
 def remax(inputs: TokenInputs) -> Advantages:
     """Undiscounted reward to go minus the score of the greedy response to the same prompt (ReMax, arXiv:2310.10505)."""
     assert inputs.greedy_scores is not None  # declared in needs
-    returns = discounted_returns(inputs, 1.0)
-    baseline = inputs.greedy_scores.to(returns)[:, None]
-    return Advantages(torch.where(inputs.kept, returns - baseline, 0.0), returns, {})
+    returns = _kept(inputs, discounted_returns(inputs, 1.0))
+    advantages = torch.empty_like(returns)
+    baseline = inputs.greedy_scores.to(returns.dtype)[:, None]
+    for rows in blocks(returns.shape[0], returns.shape[1], returns.device):
+        torch.sub(
+            returns[rows], keep_bits(bits_of(inputs.kept[rows], returns.dtype), baseline[rows]), out=advantages[rows]
+        )
+    return Advantages(advantages, returns, {})
 
 
 def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} over the valid tokens: [B, T], 0 off the kept tokens."""
+    """G_t = r_t + gamma G_{t+1} over the valid tokens, rejected ones included: [B, T], 0 off the response mask."""
     rewards = widen(inputs.rewards)
     packing = Packing.of(inputs.response_mask)
+    reverse_sum = ReverseSum(rewards.shape[1], gamma, rewards)
     returns = torch.empty_like(rewards)
     for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         part = packing.rows(rows)
-        summed = discounted_reverse_sum(part.pack(rewards[rows]), gamma)
-        returns[rows] = part.unpack(summed) if part.has_gaps else summed
-    return returns if inputs.kept is inputs.response_mask else select(inputs.kept, returns)
+        part.unpack_(reverse_sum(*part.pack(rewards[rows]), out=returns[rows]))
+    return returns

@@ -16,7 +16,9 @@ from megarl.algorithms.masking import (
     LOG_RATIO_BOUND,
     Reduce,
     attach,
+    bits_of,
     blocks,
+    keep_bits,
     num_tokens,
     row_tokens,
     select,
@@ -77,21 +79,31 @@ class Block:
     def __init__(self, inputs: PolicyInputs) -> None:
         self.inputs = inputs
         self.mask = inputs.response_mask
+        self._bits = bits_of(self.mask, widen(inputs.log_probs[:0]).dtype)
+
+    def select(self, values: Tensor) -> Tensor:
+        """Values on the mask, 0 elsewhere."""
+        return keep_bits(self._bits, widen(values))
 
     @cached_property
     def log_probs(self) -> Tensor:
         """Current log-probs lp."""
-        return select(self.mask, self.inputs.log_probs)
+        return self.select(self.inputs.log_probs)
+
+    @cached_property
+    def old_log_probs(self) -> Tensor:
+        """Proximal log-probs old."""
+        return self.select(self.inputs.old_log_probs)
 
     @cached_property
     def advantages(self) -> Tensor:
         """Advantages A."""
-        return select(self.mask, self.inputs.advantages)
+        return self.select(self.inputs.advantages)
 
     @cached_property
     def free_log_ratio(self) -> Tensor:
         """Log-ratio lp - old, unclamped."""
-        return select(self.mask, widen(self.inputs.log_probs) - widen(self.inputs.old_log_probs))
+        return self.select(widen(self.inputs.log_probs) - widen(self.inputs.old_log_probs))
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -109,11 +121,6 @@ class Block:
         return self.log_ratio.exp()
 
     @cached_property
-    def old_log_probs(self) -> Tensor:
-        """Proximal log-probs old."""
-        return select(self.mask, self.inputs.old_log_probs)
-
-    @cached_property
     def selected(self) -> Tensor:
         """1.0 on valid tokens chosen by the first pass, else 0.0."""
         assert self.inputs.selected is not None  # PolicyLoss.__call__ refuses inputs without it
@@ -123,7 +130,7 @@ class Block:
     def weight(self) -> Tensor:
         """Importance weights."""
         assert self.inputs.importance_weights is not None
-        return select(self.mask, self.inputs.importance_weights)
+        return self.select(self.inputs.importance_weights)
 
     @property
     def row_weight(self) -> Tensor:

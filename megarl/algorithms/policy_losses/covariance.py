@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import LOG_RATIO_BOUND, Reduce, count_below, select, widen
+from megarl.algorithms.masking import LOG_RATIO_BOUND, Reduce, count_below, num_tokens, select, widen
 from megarl.algorithms.policy_losses.base import Block, PolicyInputs, Terms
 
 _KEY_BITS = 63
@@ -48,15 +48,15 @@ def clip_cov_first_pass(
     """Random max(1, int(clip_cov_ratio * tokens)) of the tokens the ratio clip leaves alone with cov in (lb, ub)."""
     mask = inputs.response_mask
     covariance, total = _covariance(inputs, reduce)
-    log_ratio = select(mask, widen(inputs.log_probs) - widen(inputs.old_log_probs))
+    rows, positions = (mask & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)).nonzero(as_tuple=True)
+    log_ratio = widen(inputs.log_probs[rows, positions]) - widen(inputs.old_log_probs[rows, positions])
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    advantages = select(mask, inputs.advantages)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages < ratio * advantages
-    eligible = mask & ~clipped & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
-    keys = _token_hash(row_id, mask.shape[1], seed)
-    chosen = torch.zeros_like(mask)
-    chosen[eligible] = smallest(keys[eligible], max(1, int(clip_cov_ratio * total)), reduce)
-    return chosen
+    advantages = widen(inputs.advantages[rows, positions])
+    unclipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages >= ratio * advantages
+    rows, positions = rows[unclipped], positions[unclipped]
+    keys = _token_hash(row_id[rows], positions, seed)
+    picked = smallest(keys, max(1, int(clip_cov_ratio * total)), reduce)
+    return _marked(mask, rows[picked], positions[picked])
 
 
 def kl_cov(block: Block, *, ppo_kl_coef: float = 0.1) -> Terms:
@@ -74,23 +74,37 @@ def kl_cov_first_pass(
     """The max(1, int(kl_cov_ratio * tokens)) tokens of largest covariance; equal ones in a seeded random order."""
     mask = inputs.response_mask
     covariance, total = _covariance(inputs, reduce)
-    tie_breaker = _token_hash(row_id, mask.shape[1], seed) >> 32
-    keys = (_descending_bits(covariance.float()) << 31) | tie_breaker
+    covariance.masked_fill_(~mask, -torch.inf)
+    k = max(1, int(kl_cov_ratio * total))
+    # The k largest of all ranks are among the k largest of each; ties with the local k-th stay in, so that none is
+    # favoured.
+    local = covariance.flatten()
+    least = local.topk(min(k, len(local)), sorted=True).values[-1:]
+    rows, positions = (mask & (covariance >= least)).nonzero(as_tuple=True)
+    tie_breaker = _token_hash(row_id[rows], positions, seed) >> 32
+    keys = (_descending_bits(covariance[rows, positions]) << 31) | tie_breaker
+    picked = smallest(keys, k, reduce)
+    return _marked(mask, rows[picked], positions[picked])
+
+
+def _marked(mask: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     chosen = torch.zeros_like(mask)
-    chosen[mask] = smallest(keys[mask], max(1, int(kl_cov_ratio * total)), reduce)
+    chosen[rows, positions] = True
     return chosen
 
 
 def _covariance(inputs: PolicyInputs, reduce: Reduce) -> tuple[Tensor, int]:
-    """Covariance term of each token, [B, T] float64, and the number of tokens of the whole minibatch."""
+    """Covariance term of each token, [B, T] float32, and the number of tokens of the whole minibatch.
+
+    Means are float64, so that ranks and cuts that sum in another order agree on float32 terms but for the last bit.
+    """
     mask = inputs.response_mask
-    advantages = select(mask, inputs.advantages).double()
-    log_probs = select(mask, inputs.log_probs.detach()).double()
-    sums = torch.stack([mask.sum().double(), advantages.sum(), log_probs.sum()])
-    if reduce is not None:
-        sums = reduce(sums)
-    total = sums[0].clamp(min=1)
-    return (advantages - sums[1] / total) * (log_probs - sums[2] / total), int(sums[0].item())
+    advantages, log_probs = select(mask, inputs.advantages), select(mask, inputs.log_probs.detach())
+    sums = torch.stack([num_tokens(mask).double(), advantages.sum(-1).double().sum(), log_probs.sum(-1).double().sum()])
+    total, advantage_sum, log_prob_sum = (sums if reduce is None else reduce(sums)).tolist()
+    count = max(total, 1.0)
+    covariance = advantages.sub_(advantage_sum / count).mul_(log_probs.sub_(log_prob_sum / count))
+    return covariance.float(), int(total)
 
 
 def smallest(keys: Tensor, k: int, reduce: Reduce) -> Tensor:
@@ -124,11 +138,10 @@ def _descending_bits(values: Tensor) -> Tensor:
     return 0xFFFFFFFF - ascending
 
 
-def _token_hash(row_id: Tensor, num_positions: int, seed: int) -> Tensor:
-    """Uniform int64 in [0, 2^63) for each (seed, row, position): [B, T]; the finalizer of splitmix64, mod 2^64."""
-    positions = torch.arange(num_positions, device=row_id.device)
-    x = _mix(row_id.long()[:, None] + _signed((seed + 1) * 0x9E3779B97F4A7C15))
-    return _mix(x + positions * _signed(0xD1B54A32D192ED03)) & 0x7FFFFFFFFFFFFFFF
+def _token_hash(row_id: Tensor, position: Tensor, seed: int) -> Tensor:
+    """Uniform int64 in [0, 2^63) for each (seed, row, position), shapes [N]; the finalizer of splitmix64, mod 2^64."""
+    x = _mix(row_id.long() + _signed((seed + 1) * 0x9E3779B97F4A7C15))
+    return _mix(x + position * _signed(0xD1B54A32D192ED03)) & 0x7FFFFFFFFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -31,7 +31,10 @@ def ppo(block: Block, *, clip_low: float, clip_high: float, dual_clip: float | N
         sums["pg_clipfrac_lower"] = count_below(objective, bound)
         objective = torch.maximum(objective, bound)
     active = torch.eq(objective, free, out=torch.empty_like(free))
-    return Terms(objective.neg_(), active.mul_(block.inside).mul_(free).neg_(), sums)
+    if dual_clip is None:
+        # With the dual clip, where the clamp of d acts the ratio is clipped or its slope at most 2e-9.
+        active.mul_(block.inside)
+    return Terms(objective.neg_(), active.mul_(free).neg_(), sums)
 
 
 def cispo(block: Block, *, clip_low: float, clip_high: float) -> Terms:
@@ -73,8 +76,8 @@ def dppo_kl(block: Block, *, clip_low: float, clip_high: float, ratio_cap: float
     No loss where the divergence exceeds its bound in the direction the advantage pushes to. 1e-8 is added to 1 - q and
     1 - p.
     """
-    p = block.log_probs.exp()
-    q = block.old_log_probs.exp()
+    p = block.log_probs.exp().clamp(max=1)
+    q = block.old_log_probs.exp().clamp(max=1)
     divergence = -q * block.free_log_ratio + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
     return _dppo(block, (divergence <= clip_high) | (p <= q), (divergence <= clip_low) | (p >= q), ratio_cap)
 

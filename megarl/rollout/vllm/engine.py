@@ -121,6 +121,8 @@ class VllmEngine:
         if hasattr(self, "_liveness"):
             self._liveness.stop()
             self._llm.shutdown(timeout=_STOP_GRACE_S)
+            # Its finalizer shuts down again, and fails where that happens while the interpreter ends.
+            del self._llm
         self._state, self._reason = "stale", "the engine was stopped"
 
     async def watch(self) -> None:
@@ -257,8 +259,8 @@ class VllmEngine:
 
     async def _alive(self, work: Awaitable[T], phase: str) -> T:
         """The result of ``work``, or a RolloutError as soon as a process of the engine is dead."""
-        task = asyncio.ensure_future(work)
         death = self._liveness.death
+        task = asyncio.ensure_future(work)
         await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not death.done():
             try:
@@ -271,7 +273,7 @@ class VllmEngine:
                 raise self._failure(_one_line(error.__cause__ or error), phase) from error
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        raise self._failure(f"{death.result()} died", phase)
+        raise self._failure("the engine was stopped" if death.cancelled() else f"{death.result()} died", phase)
 
     def _failure(self, cause: str, phase: str) -> RolloutError:
         self._state, self._reason = "stale", cause

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -29,10 +28,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
 from megarl.weights.checksum import checksum
-from megarl.weights.manifest import Bucket, Manifest
+from megarl.weights.intake import Intake
+from megarl.weights.manifest import Manifest
 from megarl.weights.region import whole
-from megarl.weights.sync import unpack
-from megarl.weights.transport.group import Address, Channel, byte_buffer
+from megarl.weights.transport.group import Address
 
 BACKEND = "megarl"
 
@@ -78,28 +77,34 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.phase = "connect"
-        self.tensor: str | None = None
+        self._tensor: str | None = None
         self.checksums: dict[str, int] = {}
-        self._manifest: Manifest | None = None
-        self._channels: dict[int, Channel] = {}
-        self._buffers: dict[int, Tensor] = {}
+        self._intake: Intake | None = None
         self._missing: set[str] = set()
         self._is_loading = False
+
+    @property
+    def tensor(self) -> str | None:
+        """The tensor at hand."""
+        at_intake = None if self._intake is None else self._intake.tensor
+        return at_intake if self._tensor is None else self._tensor
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Join the senders' groups, in the order of their ranks at every receiver."""
         self.shutdown()
-        self.phase, self.tensor = "connect", None
-        self._manifest = Manifest.from_json(init_info.manifest)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        for sender, host, port in init_info.senders:
-            self._channels[sender] = Channel(
-                Address(host, port), init_info.rank, init_info.size, backend=backend, timeout_s=init_info.timeout_s
-            )
+        self.phase, self._tensor = "connect", None
+        self._intake = Intake(
+            Manifest.from_json(init_info.manifest),
+            {sender: Address(host, port) for sender, host, port in init_info.senders},
+            init_info.rank,
+            init_info.size,
+            device=self.device,
+            timeout_s=init_info.timeout_s,
+        )
 
     def start_weight_update(self) -> None:
         """Take the layers' tensors out of use."""
-        self.phase, self.tensor = "prepare", None
+        self.phase, self._tensor = "prepare", None
         for layer in self.model.modules():
             # vLLM packs experts for the CPU only where no kernel exists yet; on a reload it would keep raw weights.
             method = getattr(layer, "quant_method", None)
@@ -113,22 +118,21 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
     def receive_weights(self, update_info: ReceiveInfo) -> None:
         """Take all rounds. Raises TransportError, or whatever the model's loader raises."""
         self.phase, self.checksums = "transfer", {}
-        manifest = self._manifest
-        if manifest is None or manifest.digest != update_info.digest:
+        intake = self._intake
+        if intake is None or intake.manifest.digest != update_info.digest:
             raise RuntimeError("the sender uses another manifest than this rank connected with")
-        dtype = getattr(torch, manifest.dtype)
-        for tensors in self._arriving(manifest, dtype, time.monotonic() + update_info.timeout_s):
+        for tensors in intake.rounds(time.monotonic() + update_info.timeout_s):
             if update_info.with_checksums:
-                for self.tensor, tensor in tensors.items():
-                    self.checksums[self.tensor] = checksum(tensor, whole(tuple(tensor.shape)))
+                for self._tensor, tensor in tensors.items():
+                    self.checksums[self._tensor] = checksum(tensor, whole(tuple(tensor.shape)))
             self.phase = "load"
             # One call for all: some models look through their parameters on every call.
             self._missing -= set(self.model.load_weights(self._named(tensors)) or ())
-            self.phase, self.tensor = "transfer", None
+            self.phase, self._tensor = "transfer", None
 
     def finish_weight_update(self) -> None:
         """Put what arrived in place of the layers' tensors."""
-        self.phase, self.tensor = "load", None
+        self.phase, self._tensor = "load", None
         if self._missing:
             raise IncompleteError("no tensor reached " + ", ".join(sorted(self._missing)[:10]))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -140,8 +144,8 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
 
     def abort(self, reason: str) -> None:
         """Tell everybody, leave the groups, and give the layers tensors again."""
-        for channel in self._channels.values():
-            channel.fail(reason)
+        if self._intake is not None:
+            self._intake.fail(reason)
         self.shutdown()
         if self._is_loading:
             restore_layers(self.model)
@@ -149,45 +153,14 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
 
     def shutdown(self) -> None:
         """Leave the groups."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels = {}
+        if self._intake is not None:
+            self._intake.close()
+        self._intake = None
 
     def _named(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors as a loader takes them, noting which one it has at hand."""
-        for self.tensor, tensor in tensors.items():
-            yield self.tensor, tensor
-
-    def _arriving(self, manifest: Manifest, dtype: torch.dtype, deadline: float) -> Iterator[dict[str, Tensor]]:
-        """The whole tensors of each round. Every sender's next bucket is under way while one is unpacked."""
-        queues = {sender: manifest.buckets_of(sender) for sender in manifest.senders}
-        ahead = {sender: self._start(sender, queue, turn=0) for sender, queue in queues.items()}
-        turns = dict.fromkeys(queues, 0)
-        for item in manifest.rounds:
-            tensors = {
-                name: torch.empty(manifest.shapes[name], dtype=dtype, device=self.device) for name in item.tensors
-            }
-            for bucket in item.buckets:
-                self.tensor = bucket.pieces[0].tensor
-                work, buffer = ahead[bucket.sender]
-                self._channels[bucket.sender].wait(work, deadline=deadline)
-                turns[bucket.sender] += 1
-                ahead[bucket.sender] = self._start(bucket.sender, queues[bucket.sender], turn=turns[bucket.sender])
-                for piece, elements in unpack(bucket, buffer, dtype):
-                    self.tensor = piece.tensor
-                    tensors[piece.tensor][tuple(slice(*bounds) for bounds in piece.box)].copy_(elements)
-            yield tensors
-
-    def _start(self, sender: int, queue: Iterator[Bucket], *, turn: int) -> tuple[Any, Tensor]:
-        """Begin to receive a sender's next bucket into one of its two buffers, in turn."""
-        bucket = next(queue, None)
-        if bucket is None:
-            return None, torch.empty(0)
-        key = 2 * sender + turn % 2
-        if key not in self._buffers or self._buffers[key].numel() < bucket.num_bytes:
-            self._buffers[key] = byte_buffer(bucket.num_bytes, self.device)
-        buffer = self._buffers[key][: bucket.num_bytes]
-        return self._channels[sender].broadcast(buffer), buffer
+        for self._tensor, tensor in tensors.items():
+            yield self._tensor, tensor
 
 
 def layers_with_shared_parameters(model: nn.Module) -> list[Any]:

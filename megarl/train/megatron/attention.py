@@ -1,6 +1,6 @@
 """Core attention over packed sequences for devices without Transformer Engine.
 
-Megatron-Core's own ``DotProductAttention`` refuses packed sequences (transformer/dot_product_attention.py:153). This one
+Megatron-Core's own ``DotProductAttention`` refuses packed sequences (transformer/dot_product_attention.py:153). This
 takes its place in the layer specification. Sequences of similar length are put side by side in a padded block, so that
 many short sequences cost one kernel call, and no score matrix spans the pack.
 
@@ -122,7 +122,7 @@ class _TokensToSlots(torch.autograd.Function):
         return tokens.index_select(0, token_of_slot)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (slot_of_token,) = ctx.saved_tensors
         return gradient.index_select(0, slot_of_token), None, None
 
@@ -137,7 +137,7 @@ class _SlotsToTokens(torch.autograd.Function):
         return slots.index_select(0, slot_of_token)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (slot_of_token,) = ctx.saved_tensors
         slots = gradient.new_zeros((ctx.num_slots, *gradient.shape[1:]))
         return slots.index_copy_(0, slot_of_token, gradient), None

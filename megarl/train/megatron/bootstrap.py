@@ -73,7 +73,7 @@ def start(
 
 
 def stop() -> None:
-    """Undo ``start``: forget Megatron-Core's groups and leave the process group. Does nothing where none was started."""
+    """Undo ``start``: forget Megatron-Core's groups and leave the process group; nothing where none was started."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -125,7 +125,7 @@ def initialize_megatron(layout: ParallelLayout, timeout_s: float) -> ParallelGro
         layout=layout,
         rank=rank,
         coordinate=found,
-        world=dist.group.WORLD,  # type: ignore[arg-type]
+        world=dist.group.WORLD,
         tp=collection.tp,
         pp=collection.pp,
         dp=collection.dp,

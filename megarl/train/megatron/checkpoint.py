@@ -56,7 +56,7 @@ _FAILURES = (
 )
 
 
-class _DirectSave(torch_strategy.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+class _DirectSave(torch_strategy.TorchDistSaveShardedStrategy):
     """Megatron's save strategy with torch's own writer.
 
     Megatron's writer forks from a process full of threads, starts a manager process on first use (3 to 4 s), and
@@ -101,6 +101,10 @@ def save(
     Raises:
         CheckpointError: the directory is not empty, the disk is full, or a file cannot be written; on every rank.
     """
+    try:
+        json.dumps(dict(counters))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the counters are no JSON values: {error}", where=f"keys {sorted(counters)}") from error
     if optimizer is not None:
         optimizer.materialise_state()
     metadata = _metadata(dp_group)

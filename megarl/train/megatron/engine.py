@@ -87,8 +87,10 @@ class MegatronEngine:
         (self._module,) = build_model(
             spec, groups, device=device, dtype=self._dtype, head=head, recompute=engine.recompute
         )
-        self._naming = detect_naming(self.parameters())
-        self._fill_weights(model_dir, seed)
+        params = dict(self._module.named_parameters())
+        self._naming = detect_naming(params)
+        # Before the optimizer is made: with bfloat16 it copies the weights.
+        self._fill_weights(params, model_dir, seed)
         configure_schedule(self._module.config)
         self._chunk: torch.nn.Module = self._module
         self.optimizer: Optimizer | None = None
@@ -110,6 +112,7 @@ class MegatronEngine:
             is_value=self.is_value,
             sequence_parallel=groups.layout.sequence_parallel,
             tp_group=groups.tp,
+            pp_size=groups.layout.pp,
             device=device.torch_device,
         )
 
@@ -129,6 +132,7 @@ class MegatronEngine:
         return None if result is None else result["values"]
 
     def _per_token(self, batch: Batch, head: HeadOptions, names: Sequence[str]) -> dict[str, Ragged] | None:
+        self._require_onload()
         rows = batch.response_lengths.nonzero().flatten().tolist()
         multiple = self._parts.token_multiple
         cap = self.config.inference_microbatch_tokens
@@ -137,6 +141,7 @@ class MegatronEngine:
             [rows],
             self.config.microbatch_tokens if cap is None else cap,
             multiple=multiple,
+            fewest=self._parts.fewest_microbatches,
             dp_group=self.groups.dp,
         )
         microbatches = [mb.build(batch, members, multiple=multiple) for members in plan]
@@ -174,6 +179,7 @@ class MegatronEngine:
         return step.evaluate(self._context("val"), batch, SftObjective())
 
     def _context(self, prefix: str | None = None) -> step.StepContext:
+        self._require_onload()
         if prefix != "val" and self.optimizer is None:
             raise TrainError("this model has no optimizer", where=f"{self.role} rank {self.groups.rank}")
         return step.StepContext(
@@ -192,6 +198,7 @@ class MegatronEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters by Megatron's name."""
+        self._require_onload()
         return dict(self._module.named_parameters())
 
     def regions(self) -> list[Region]:
@@ -208,14 +215,14 @@ class MegatronEngine:
         """The regions this rank stands for, with views of its parameters."""
         return pieces(self.regions(), self.parameters())
 
-    def _fill_weights(self, model_dir: Path | None, seed: int) -> None:
+    def _fill_weights(self, params: Mapping[str, Tensor], model_dir: Path | None, seed: int) -> None:
         if model_dir is None:
-            fill(self.regions(), self.parameters(), random_weights(self.spec, seed=seed))
+            fill(self.regions(), params, random_weights(self.spec, seed=seed))
             return
         with SafetensorsReader(model_dir) as reader:
             check_model(reader, self.spec, value_head=self.is_value, new_value_head=True)
             new_head = {VALUE_HEAD: torch.zeros(1, self.spec.hidden_size)} if self.is_value else None
-            load_into(self.regions(), reader, self.parameters(), fresh=new_head)
+            load_into(self.regions(), reader, params, fresh=new_head)
 
     def export_hf(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory; collective."""
@@ -233,6 +240,7 @@ class MegatronEngine:
 
     def save(self, directory: Path, counters: Mapping[str, Any] | None = None) -> None:
         """Write weights, optimizer, schedule and random state into an empty directory; collective."""
+        self._require_onload()
         checkpoint.save(
             Path(directory),
             self._module,
@@ -245,6 +253,7 @@ class MegatronEngine:
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Continue from ``save``; returns the counters given to it; collective."""
+        self._require_onload()
         counters, rng_state = checkpoint.load(
             Path(directory), self._module, self.optimizer, self.groups.layout, dp_group=self.groups.dp_cp
         )
@@ -271,6 +280,12 @@ class MegatronEngine:
     def onload(self) -> None:
         """Bring them back."""
         self._offloader.onload()
+
+    def _require_onload(self) -> None:
+        if self._offloader.is_offloaded:
+            raise TrainError(
+                "the weights are in host memory", where=f"{self.role} rank {self.groups.rank}", fix="call onload first"
+            )
 
     def state_summary(self) -> StateSummary:
         """Bytes this rank holds on its device."""

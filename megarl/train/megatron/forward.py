@@ -69,6 +69,7 @@ class ModelParts:
         is_value: the model ends in a value head.
         sequence_parallel: hidden states are split over ``tp_group`` along the tokens.
         tp_group: tensor-parallel group.
+        pp_size: pipeline stages.
         device: where tensors live.
     """
 
@@ -79,12 +80,18 @@ class ModelParts:
     is_value: bool
     sequence_parallel: bool
     tp_group: dist.ProcessGroup
+    pp_size: int
     device: torch.device
 
     @property
     def token_multiple(self) -> int:
         """Tokens of a microbatch are padded to a multiple of it."""
         return self.tp_group.size() if self.sequence_parallel else 1
+
+    @property
+    def fewest_microbatches(self) -> int:
+        """Microbatches below which pipeline stages would mostly wait: with 2 p of them, p - 1 of 3 p - 1 slots idle."""
+        return 2 * self.pp_size if self.pp_size > 1 else 1
 
 
 def configure_schedule(config: Any) -> None:

@@ -217,14 +217,16 @@ def _logits_gradient(
 ) -> Tensor:
     """D loss / d z [C, V'] float32: ``g_lp (1[v = y] - p_v) - g_H p_v (log p_v + H)``."""
     log_p = logits.sub_(logsumexp[:, None])
-    grad = torch.zeros_like(log_p)
-    p = log_p.exp()
-    if grad_log_probs is not None:
-        grad.addcmul_(p, grad_log_probs[:, None], value=-1)
-        if log_p.shape[1]:
-            grad.scatter_add_(1, index[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
+    if grad_log_probs is None:
+        grad_log_probs = torch.zeros_like(logsumexp)
     if grad_entropy is not None and entropy is not None:
-        grad.addcmul_(p.mul_(log_p.add_(entropy[:, None])), grad_entropy[:, None], value=-1)
+        p = log_p.exp()
+        factor = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])
+        grad = p.mul_(factor).neg_()
+    else:
+        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+    if grad.shape[1]:
+        grad.scatter_add_(1, index[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
     return grad
 
 

@@ -67,7 +67,13 @@ class Microbatch:
 
 
 def plan_rows(
-    lengths: Tensor, groups: Sequence[Sequence[int]], cap: int, *, multiple: int = 1, dp_group: dist.ProcessGroup | None
+    lengths: Tensor,
+    groups: Sequence[Sequence[int]],
+    cap: int,
+    *,
+    multiple: int = 1,
+    fewest: int = 1,
+    dp_group: dist.ProcessGroup | None,
 ) -> list[list[list[int]]]:
     """Rows of each microbatch of each group of rows (a minibatch), the same number on every data-parallel rank.
 
@@ -76,6 +82,7 @@ def plan_rows(
         groups: rows of each minibatch on this rank.
         cap: most tokens of a microbatch.
         multiple: microbatches are padded to a multiple of it; the cap holds with padding.
+        fewest: make at least so many of a group, if it has the rows: a pipeline wants some to overlap.
         dp_group: ranks that must agree; None is one rank.
 
     Returns:
@@ -88,20 +95,20 @@ def plan_rows(
     usable = cap - cap % multiple
     longest = max((int(lengths[row]) for rows in groups for row in rows), default=0)
     _agree_on_input(len(groups), longest, usable, dp_group)
-    plans = [_pack_rows(lengths, rows, usable, min_bins=1) for rows in groups]
+    plans = [_pack_rows(lengths, rows, usable, fewest) for rows in groups]
     counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64)
     counts = _reduced(counts, dist.ReduceOp.MAX, dp_group)
     for index, (plan, count) in enumerate(zip(plans, counts.tolist(), strict=True)):
         if len(plan) < count:
-            plan = _pack_rows(lengths, groups[index], usable, min_bins=min(count, len(groups[index])))
+            plan = _pack_rows(lengths, groups[index], usable, count)
         plans[index] = plan + [[] for _ in range(count - len(plan))]
     return plans
 
 
-def _pack_rows(lengths: Tensor, rows: Sequence[int], cap: int, *, min_bins: int) -> list[list[int]]:
+def _pack_rows(lengths: Tensor, rows: Sequence[int], cap: int, fewest: int) -> list[list[int]]:
     if not rows:
         return []
-    bins = pack([int(lengths[row]) for row in rows], cap, min_bins=max(1, min_bins))
+    bins = pack([int(lengths[row]) for row in rows], cap, min_bins=min(fewest, len(rows)))
     return [[rows[index] for index in members] for members in bins]
 
 

@@ -78,7 +78,7 @@ def build_model(
 def transformer_config(
     spec: ModelSpec, layout: ParallelLayout, *, device: Device, dtype: torch.dtype, recompute: Recompute = "none"
 ) -> TransformerConfig:
-    """Megatron-Core's configuration of the model in the layout. Raises LayoutError and ModelError as ``build_model``."""
+    """Megatron-Core's configuration of the model in the layout. Raises what ``build_model`` raises."""
     layout.check_heads(spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size)
     _check_rope(spec)
     on_gpu = device.layer_implementation == "transformer_engine"
@@ -172,7 +172,7 @@ class Chunk(GPTModel):
             share_embeddings_and_output_weights=spec.tied_embeddings and head == "lm",
             position_embedding_type="rope",
             rotary_percent=1.0,
-            rotary_base=spec.rope_theta,  # type: ignore[arg-type]
+            rotary_base=spec.rope_theta,
             rope_scaling=spec.rope_scaling is not None,
             rope_scaling_factor=1.0 if spec.rope_scaling is None else spec.rope_scaling.factor,
             pg_collection=groups.megatron,
@@ -260,7 +260,7 @@ class ValueHead(MegatronModule):
         super().__init__(config=config)
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32))
         # Under sequence parallelism each rank sees its own tokens; Megatron-Core then sums the gradients.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values [N, 1, 1] float32 of hidden states [N, 1, H], or of this rank's [N / tp, 1, H]."""

@@ -93,9 +93,7 @@ class PolicyObjective:
             reduce=self.reduce,
         )
         by_row = Ragged.from_padded(chosen, rows.response_lengths).rows()
-        return PolicyObjective(
-            self.update, self.optional_columns, self.reduce, dict(zip(numbers, by_row, strict=True))
-        )
+        return PolicyObjective(self.update, self.optional_columns, self.reduce, dict(zip(numbers, by_row, strict=True)))
 
     def __call__(
         self, outputs: TokenOutputs, rows: Batch, numbers: Sequence[int], denominators: Denominators

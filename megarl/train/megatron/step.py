@@ -108,7 +108,12 @@ def _plan(
     tokens = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, mask.row_index(), mask.values.to(torch.int64))
     kept = [[row for row in rows if tokens[row] > 0] for rows in minibatches]
     plans = mb.plan_rows(
-        batch.sequence_lengths, kept, context.cap, multiple=context.parts.token_multiple, dp_group=context.groups.dp
+        batch.sequence_lengths,
+        kept,
+        context.cap,
+        multiple=context.parts.token_multiple,
+        fewest=context.parts.fewest_microbatches,
+        dp_group=context.groups.dp,
     )
     counts = torch.tensor([[int(tokens[rows].sum()), len(rows)] for rows in kept], dtype=torch.int64).reshape(-1, 2)
     counts = mb.count_globally(counts, context.groups.dp)
@@ -141,9 +146,7 @@ def _microbatch_metrics(
     return forward_only(context.parts, minibatch.microbatches, measure, objective.head)
 
 
-def _outputs(
-    context: StepContext, minibatch: _Minibatch, head: HeadOptions
-) -> tuple[TokenOutputs, list[int]] | None:
+def _outputs(context: StepContext, minibatch: _Minibatch, head: HeadOptions) -> tuple[TokenOutputs, list[int]] | None:
     """Log-probs of all this replica's rows of the minibatch without gradients; None off the last stage."""
     parts = forward_only(context.parts, minibatch.microbatches, lambda outputs, _: outputs.log_probs, head)
     if not context.groups.is_last_stage:

@@ -62,7 +62,9 @@ def test_layers_of_even_stages_tile_the_model(per_stage: int, pp: int, vpp: int)
         (2, 3, 1, 1, None),  # a stage without layers
     ],
 )
-def test_uneven_stages(num_layers: int, pp: int, first: int | None, last: int | None, expected: list[int] | None) -> None:
+def test_uneven_stages(
+    num_layers: int, pp: int, first: int | None, last: int | None, expected: list[int] | None
+) -> None:
     layout = ParallelLayout(pp=pp, first_stage_layers=first, last_stage_layers=last)
     if expected is None:
         with pytest.raises(LayoutError, match=f"{num_layers} layers do not divide into pp={pp}"):
@@ -103,7 +105,9 @@ def test_places_off_the_grid_are_refused() -> None:
         layout.rank(Coordinate(dp=1))
 
 
-@pytest.mark.parametrize(("sizes", "message"), [((4, 3, 8), "3 key-value"), ((3, 2, 8), "3 att"), ((4, 2, 7), "7 feed")])
+@pytest.mark.parametrize(
+    ("sizes", "message"), [((4, 3, 8), "3 key-value"), ((3, 2, 8), "3 att"), ((4, 2, 7), "7 feed")]
+)
 def test_heads_must_divide(sizes: tuple[int, int, int], message: str) -> None:
     ParallelLayout(tp=2).check_heads(4, 2, 8)
     with pytest.raises(LayoutError, match=message):
@@ -111,5 +115,6 @@ def test_heads_must_divide(sizes: tuple[int, int, int], message: str) -> None:
 
 
 def test_the_grid_loads_no_torch() -> None:
-    code = "import sys, megarl.parallel.grid, megarl.platform.env, megarl.platform.device; assert 'torch' not in sys.modules"
+    imports = "megarl.parallel.grid, megarl.platform.env, megarl.platform.device, megarl.platform.packages"
+    code = f"import sys, {imports}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -49,5 +49,5 @@ def test_an_unknown_device_is_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_without_a_gpu_says_what_to_do() -> None:
-    with pytest.raises(SetupError, match="no CUDA device.*cluster.device=cpu"):
+    with pytest.raises(SetupError, match=r"no CUDA device.*cluster.device=cpu"):
         device_module.get_device("cuda")

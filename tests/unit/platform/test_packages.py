@@ -20,7 +20,7 @@ def make_apex(root: Path, *parts: str) -> None:
 def test_an_unrelated_apex_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_apex(tmp_path, "lib")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SetupError, match="unrelated package.*pip uninstall apex"):
+    with pytest.raises(SetupError, match=r"unrelated package.*pip uninstall apex"):
         packages.check_optional_packages()
 
 
@@ -34,7 +34,7 @@ def test_nvidias_apex_and_no_apex_are_fine(tmp_path: Path, monkeypatch: pytest.M
 def test_a_resiliency_package_that_breaks_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"nvidia-resiliency-ext": "0.4.1", "megatron-core": "0.19.2"}
     monkeypatch.setattr(packages, "_version", versions.get)
-    with pytest.raises(SetupError, match="nvidia-resiliency-ext 0.4.1 breaks"):
+    with pytest.raises(SetupError, match=r"nvidia-resiliency-ext 0.4.1 breaks"):
         packages.check_optional_packages()
     versions["nvidia-resiliency-ext"] = "0.5.0"
     packages.check_optional_packages()

@@ -53,9 +53,7 @@ def test_log_probs_entropy_and_gradients_equal_a_dense_softmax(temperature, chun
     )
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-5)
-    for a, e in zip(
-        gradients(actual, (hidden, weight)), gradients(expected, (hidden, weight)), strict=True
-    ):
+    for a, e in zip(gradients(actual, (hidden, weight)), gradients(expected, (hidden, weight)), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
@@ -66,9 +64,7 @@ def test_log_prob_gradient_alone_equals_dense():
     log_probs, entropy = vocab_log_probs(hidden, weight, targets, vocab_size=V, positions=positions, chunk_tokens=4)
     assert entropy is None
     expected, _ = dense(hidden, weight, positions, targets, 1.0)
-    for a, e in zip(
-        gradients([log_probs], (hidden, weight)), gradients([expected], (hidden, weight)), strict=True
-    ):
+    for a, e in zip(gradients([log_probs], (hidden, weight)), gradients([expected], (hidden, weight)), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
@@ -93,9 +89,7 @@ def test_padded_columns_have_no_probability_and_no_gradient():
     hidden, weight, positions, targets = make()
     weight[V:] = 1e4
     weight.requires_grad_()
-    log_probs, entropy = vocab_log_probs(
-        hidden, weight, targets, vocab_size=V, positions=positions, with_entropy=True
-    )
+    log_probs, entropy = vocab_log_probs(hidden, weight, targets, vocab_size=V, positions=positions, with_entropy=True)
     assert torch.isfinite(log_probs).all() and (entropy <= torch.tensor(V).log() + 1e-5).all()
     (grad,) = torch.autograd.grad(log_probs.sum() + entropy.sum(), weight)
     assert (grad[V:] == 0).all() and (grad[:V] != 0).any()

@@ -74,3 +74,10 @@ def test_a_response_without_a_prompt_is_refused():
     )
     with pytest.raises(DataError, match=r"without any prompt token.*row 1"):
         build(batch, [0, 1])
+
+
+def test_a_pipeline_gets_the_microbatches_it_asks_for_where_there_are_rows():
+    lengths = torch.tensor([5, 6, 7, 8])
+    (plan, small) = plan_rows(lengths, [[0, 1, 2, 3], [2]], 100, fewest=3, dp_group=None)
+    assert len(plan) == 3 and sorted(row for rows in plan for row in rows) == [0, 1, 2, 3]
+    assert small == [[2]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from megarl.config.schema.train import ScheduleConfig
@@ -28,7 +30,7 @@ def test_cosine_decay_is_halfway_down_in_the_middle():
     assert values[0] == 1.0
     assert values[4] == pytest.approx(0.55)
     assert values[8] == values[9] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(values, values[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(values))
 
 
 def test_the_planned_updates_stand_in_for_decay_steps():
