@@ -6,7 +6,8 @@
     megarl explain [KEY]
 
 Exit codes: 0 done, 2 bad command line or configuration, 3-12 the class of the error (megarl/errors.py), 130
-interrupted, 1 anything unforeseen. Commands that need torch import it when they run: the others work without it.
+interrupted (SIGINT), 143 terminated (SIGTERM), 1 anything unforeseen. Commands that need torch import it when they run:
+the others work without it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import megarl
 from megarl.errors import ConfigError, MegarlError
+from megarl.platform import signals
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +39,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unexpected argument {rest[0]}")
     if hasattr(options, "overrides"):
         options.overrides = [*options.overrides, *rest]
+    with signals.handled():
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     run_dir: list[str] = []
     try:
         return int(options.command(options, run_dir))
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except signals.Terminated as ending:
+        print(f"megarl: terminated by {ending.signal.name}", file=sys.stderr)
+        return int(str(ending.code))
     except MegarlError as error:
         print(f"megarl: {type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.algorithms.masking import LOG_RATIO_BOUND, Reduce, num_tokens, row_tokens, select, to_floats, widen
 from megarl.algorithms.statistics import Deviation, EffectiveSampleSize, moments, spread
 from megarl.errors import ConfigError
-from megarl.observability.metrics import Last, Mean, Metrics
+from megarl.observability.metrics import Last, Max, Mean, Metrics
 
 WeightLevel = Literal["token", "sequence"]
 STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))
@@ -195,6 +195,19 @@ def _statistic(lr: Tensor, mask: Tensor, name: str) -> tuple[Tensor, bool]:
         return torch.where(mask, token, -torch.inf).amax(-1, keepdim=True), True
     total = token.sum(-1, keepdim=True)
     return (total if level == "seq_sum" else total / row_tokens(mask).clamp(min=1)[:, None]), True
+
+
+def difference_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Metrics:
+    """Mean and largest |rollout - train log-prob|: on the same weights, how far trainer and engine are apart.
+
+    Shapes: all [B, T].
+    """
+    difference = select(response_mask, rollout_log_probs - train_log_probs).double().abs()
+    count = int(response_mask.sum())
+    return {
+        "training/rollout_log_probs_diff/mean": Mean(float(difference.sum()), count),
+        "training/rollout_log_probs_diff/max": Max(float(difference.max()) if count else 0.0),
+    }
 
 
 def gap_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Metrics:

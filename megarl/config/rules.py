@@ -262,6 +262,24 @@ def bypass_needs_full_softmax(config: TrainConfig) -> Iterator[Breach]:
             yield Breach(keys, f"{name}={neutral[0]} with bypass, or old_log_probs=decoupled")
 
 
+def current_needs_one_update(config: TrainConfig) -> Iterator[Breach]:
+    """The policy before the update is the current one only in the first update, and only known inside it."""
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    if algorithm.old_log_probs != "current":
+        return
+    key, batch = "algorithm.old_log_probs", config.data.prompts_per_step * config.rollout.samples_per_prompt
+    if algorithm.epochs > 1 or algorithm.minibatch_size not in (None, batch):
+        keys = (key, "algorithm.epochs", "algorithm.minibatch_size")
+        yield Breach(keys, "decoupled where a step has several updates")
+    if correction.weights != "none" or correction.reject:
+        keys = (key, "algorithm.correction.weights", "algorithm.correction.reject")
+        yield Breach(keys, "decoupled with a rollout correction")
+    if algorithm.kl.where == "reward":
+        yield Breach((key, "algorithm.kl.where"), "decoupled with a KL in the reward")
+    if algorithm.advantage.kind == "optimal_token_baseline":
+        yield Breach((key, "algorithm.advantage.kind"), "decoupled with an estimator that reads old log-probs")
+
+
 def norm_needs_length(config: TrainConfig) -> Iterator[Breach]:
     """seq-mean-token-sum-norm divides by a constant length."""
     loss = config.algorithm.policy_loss
@@ -381,6 +399,7 @@ TRAIN_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
     adaptive_kl_is_in_reward,
     reward_kl_has_no_gradient,
     bypass_needs_full_softmax,
+    current_needs_one_update,
     norm_needs_length,
     loss_fits_aggregation,
     training_samples,

@@ -3,7 +3,8 @@
 Invariants:
 1. A cluster started here writes to its own temporary directory and listens on ports of its own: two runs on one machine
    do not meet, and the user's home is not touched.
-2. After ``close`` no process started for the run is left on this machine, even if the run failed at any point.
+2. After ``close`` no process started for the run is left on this machine, even if the run failed at any point, and no
+   shared memory that was theirs.
 """
 
 from __future__ import annotations
@@ -20,53 +21,102 @@ from typing import Any
 import psutil
 import ray
 
+from megarl.controller.shared_memory import mapped_files, remove_unused
 from megarl.errors import SetupError
-from megarl.platform import env
+from megarl.platform import env, signals
 
 logger = logging.getLogger(__name__)
 
 # Put into the environment of every process of the run, so that what is left of it can be found by its own mark.
 RUN_MARK = "MEGARL_RUN_ID"
 
+# Time for processes to end by themselves before they are killed.
+_TERM_GRACE_S = 2.0
+_KILL_ROUNDS = 3
+
 
 class Cluster:
-    """A Ray connection for the life of a run."""
+    """A Ray connection for the life of a run: ``open`` it when processes are needed, ``close`` it in any case.
 
-    def __init__(self, address: str | None, *, num_slots: int, num_gpus: int) -> None:
+    From its making on, every process started by this one carries the run's mark.
+    """
+
+    def __init__(self) -> None:
         self.run_id = secrets.token_hex(8)
         self._temporary: Path | None = None
-        # The mark goes into this process's environment, and from there into Ray's and the workers'.
-        env.update({RUN_MARK: self.run_id})
-        if address is not None:
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-            except ConnectionError as error:
-                raise SetupError(
-                    f"no Ray cluster answers at {address}: {error}",
-                    where="cluster.ray_address",
-                    fix="check the address and the authentication token, or leave ray_address empty to start one",
-                ) from error
-            return
-        # Ray keeps sockets below this directory, and socket paths are limited to 107 bytes: keep it short.
-        self._temporary = Path(tempfile.mkdtemp(prefix="megarl-"))
-        env.update(
+        self._before: dict[str, str | None] = {}
+        self._started_s = time.time()
+        self._shared_memory: set[Path] = set()
+        self._set({RUN_MARK: self.run_id})
+
+    def open(self, address: str | None, *, num_slots: int, num_gpus: int) -> None:
+        """Connect to the cluster at ``address``, or start one on this machine.
+
+        Raises:
+            SetupError: none answers there, or none comes up here.
+        """
+        # Ray logs at every start that it uses the token which is given to it below.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+        # Ray prints what it thinks of a dead worker on the driver's standard output, whatever log_to_driver says; the
+        # controller reports the death itself, with role, rank and phase.
+        ray._private.worker.print_to_stdstream = _note_ray_message
+        try:
+            if address is not None:
+                self._connect(address)
+            else:
+                self._start(num_slots, num_gpus)
+        except SystemExit as ending:
+            # While ray.init runs, SIGTERM meets Ray's own handler, which exits with the number of the signal.
+            if ending.code == signal.SIGTERM:
+                raise signals.Terminated(signal.SIGTERM) from None
+            raise
+        finally:
+            signals.install()
+
+    def _connect(self, address: str) -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise SetupError(
+                f"no Ray cluster answers at {address}: {error}",
+                where="cluster.ray_address",
+                fix="check the address and the authentication token, or leave ray_address empty to start one",
+            ) from error
+
+    def _start(self, num_slots: int, num_gpus: int) -> None:
+        self._set(
             {
                 # Without it Ray would write a token into the user's home.
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
                 "RAY_USAGE_STATS_ENABLED": "0",
+                # Ray starts workers at niceness 15: anything else on the machine would starve the run.
+                "RAY_worker_niceness": "0",
             }
         )
-        ray.init(
-            address="local",
-            # Processes are placed by slots; ranks of a CPU run share the cores, so a slot is not a core.
-            num_cpus=max(num_slots, 1) + 1,
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            object_store_memory=self._object_store_bytes(),
-            _temp_dir=str(self._temporary),
-        )
+        try:
+            # Ray keeps sockets below this directory, and socket paths are limited to 107 bytes: keep it short.
+            self._temporary = Path(tempfile.mkdtemp(prefix="megarl-"))
+            ray.init(
+                address="local",
+                # Processes are placed by slots; ranks of a CPU run share the cores, so a slot is not a core.
+                num_cpus=max(num_slots, 1) + 1,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                object_store_memory=self._object_store_bytes(),
+                _temp_dir=str(self._temporary),
+            )
+        except (OSError, RuntimeError, ValueError) as error:  # what Ray raises for what it does not find or get
+            raise SetupError(
+                f"Ray did not start: {(str(error).splitlines() or [type(error).__name__])[0]}",
+                where=str(self._temporary or tempfile.gettempdir()),
+                fix="the directory for temporary files needs space and a short path: set TMPDIR=/tmp or another",
+            ) from error
+
+    def _set(self, variables: dict[str, str]) -> None:
+        self._before |= {name: env.text(name) for name in variables}
+        env.update(variables)
 
     @staticmethod
     def _object_store_bytes() -> int:
@@ -79,19 +129,40 @@ class Cluster:
         """Ray's runtime environment for a worker process of this run."""
         return {"env_vars": {**variables, RUN_MARK: self.run_id}}
 
+    def note_shared_memory(self) -> None:
+        """Remember what the run's processes share now: ``close`` removes what is left of it.
+
+        Called while they are alive, since nothing tells afterwards whose a file was.
+        """
+        self._shared_memory |= mapped_files(process.pid for process in marked_processes(self.run_id))
+
     def close(self) -> None:
-        """Disconnect, end everything that carries the run's mark on this machine, and remove temporary files."""
-        if ray.is_initialized():
-            ray.shutdown()
+        """Disconnect, end everything that carries the run's mark on this machine, and remove what it left."""
+        self.note_shared_memory()
+        # Also after a ray.init that was interrupted half-way: it ends the processes that Ray knows of by then.
+        t0=time.monotonic()
+        ray.shutdown()
+        t1=time.monotonic()
         leftovers = marked_processes(self.run_id)
+        names=[(p.pid,p.name()) for p in leftovers]
         for process in leftovers:
             _signal(process, signal.SIGTERM)
-        _, alive = psutil.wait_procs(leftovers, timeout=3)
-        for process in alive:
-            _signal(process, signal.SIGKILL)
-        psutil.wait_procs(alive, timeout=3)
+        _, al = psutil.wait_procs(leftovers, timeout=_TERM_GRACE_S)
+        alive_names=[p.pid for p in al]
+        t2=time.monotonic()
+        # What is killed may have started others meanwhile.
+        for _ in range(_KILL_ROUNDS):
+            if not (alive := marked_processes(self.run_id)):
+                break
+            for process in alive:
+                _signal(process, signal.SIGKILL)
+            psutil.wait_procs(alive, timeout=_TERM_GRACE_S)
+        t3=time.monotonic()
+        with open("/tmp/fail/close.txt","a") as f: f.write(f"{time.time():.1f} shutdown {t1-t0:.2f} term {t2-t1:.2f} kill {t3-t2:.2f} {names} {alive_names} {self._shared_memory}\n")
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+        remove_unused(self._shared_memory, since_s=self._started_s)
+        env.restore(self._before)
 
 
 def marked_processes(run_id: str) -> list[psutil.Process]:
@@ -107,6 +178,11 @@ def marked_processes(run_id: str) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
+
+
+def _note_ray_message(data: dict[str, Any], ignore_prefix: bool) -> None:
+    for line in data["lines"]:
+        logger.debug("ray: %s", line)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

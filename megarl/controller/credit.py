@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import Estimator
 from megarl.algorithms.advantages.base import GroupStatistics
-from megarl.algorithms.correction import Correction, correct
+from megarl.algorithms.correction import Corrected, Correction, correct, difference_metrics
 from megarl.algorithms.kl import KlController, penalized_rewards
+from megarl.algorithms.statistics import batch_metrics
 from megarl.config.schema.algorithm import KlConfig
 from megarl.data.batch import Batch, Ragged
 from megarl.observability.metrics import Max, Mean, Metrics, Min
@@ -69,16 +70,21 @@ def advantages(
     ``response_mask`` of the result is what correction left to train on.
     """
     mask = response_mask(batch)
-    corrected = correct(padded(batch, "old_log_probs"), padded(batch, "rollout_log_probs"), mask, correction)
+    old_log_probs = padded(batch, "old_log_probs") if "old_log_probs" in batch else None
+    if old_log_probs is None:  # they are the update's own, and the configuration has no correction
+        corrected = Corrected(mask, None, {})
+    else:
+        corrected = correct(old_log_probs, padded(batch, "rollout_log_probs"), mask, correction)
+    rewards, values = padded(batch, "token_level_rewards"), padded(batch, "values") if "values" in batch else None
     result = estimator(
-        padded(batch, "token_level_rewards"),
+        rewards,
         mask,
         batch.tensor("group_id"),
-        values=padded(batch, "values") if "values" in batch else None,
+        values=values,
         truncated=torch.tensor([reason != "stop" for reason in batch["finish_reason"]]),
         kept=corrected.kept,
         group_stats=group_stats,
-        old_log_probs=padded(batch, "old_log_probs"),
+        old_log_probs=old_log_probs,
         importance_weights=corrected.importance_weights,
     )
     kept = Ragged.from_padded(corrected.kept, batch.response_lengths)
@@ -88,7 +94,10 @@ def advantages(
     batch = batch.add(advantages=to_column(result.advantages, batch))
     if result.returns is not None:
         batch = batch.add(returns=to_column(result.returns, batch))
-    return batch, {**corrected.metrics, **result.metrics}
+    seen = batch_metrics(
+        corrected.kept, token_level_rewards=rewards, advantages=result.advantages, returns=result.returns, values=values
+    )
+    return batch, {**corrected.metrics, **result.metrics, **seen}
 
 
 def score_metrics(batch: Batch) -> Metrics:
@@ -110,10 +119,4 @@ def score_metrics(batch: Batch) -> Metrics:
 
 def mismatch_metrics(batch: Batch) -> Metrics:
     """How far the trainer's log-probs are from those of the engine that sampled, on the same weights."""
-    mask = response_mask(batch)
-    difference = torch.where(mask, padded(batch, "rollout_log_probs") - padded(batch, "old_log_probs"), 0.0).double()
-    count = int(mask.sum())
-    return {
-        "training/rollout_log_probs_diff/mean": Mean(float(difference.abs().sum()), count),
-        "training/rollout_log_probs_diff/max": Max(float(difference.abs().max()) if count else 0.0),
-    }
+    return difference_metrics(padded(batch, "old_log_probs"), padded(batch, "rollout_log_probs"), response_mask(batch))

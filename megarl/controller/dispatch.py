@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 import ray
 import torch
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.data.balance import balance, inverse
 from megarl.data.batch import Batch, Ragged
@@ -92,12 +93,14 @@ class Member:
 class Watch:
     """Waits for remote calls while watching every process of the run, so that a death anywhere ends the wait."""
 
-    # A dead rank makes its peers' collectives fail as well, at about the same time; the death is the cause. Ray reports
-    # a death some hundred milliseconds after the peers notice the closed connection.
+    # How long after a failure a death may be reported that caused it: a dead process makes its peers' collectives fail
+    # some hundred milliseconds before Ray reports the death.
     grace_s = 3.0
 
     def __init__(self) -> None:
         self.members: list[Member] = []
+        self.waited_s = 0.0
+        """Seconds spent waiting for workers since the start."""
 
     def add(self, members: Sequence[Member]) -> None:
         self.members.extend(members)
@@ -114,7 +117,9 @@ class Watch:
         sentinels = {member.sentinel: member for member in self.members}
         while pending:
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            started = time.monotonic()
             ready, _ = ray.wait([*pending, *sentinels], num_returns=1, timeout=wait_s)
+            self.waited_s += time.monotonic() - started
             if not ready:
                 late = sorted({f"{calls[ref].role} rank {calls[ref].rank}" for ref in pending})
                 first = calls[pending[0]]
@@ -128,8 +133,8 @@ class Watch:
             ref = ready[0]
             try:
                 ray.get(ref)
-            except (RayActorError, RayTaskError, ActorUnavailableError) as error:
-                raise self._verdict(calls, sentinels, (ref, error)) from error
+            except RayError as error:
+                raise self._verdict(calls, sentinels, ref, error) from error
             if ref in calls:
                 pending.remove(ref)
             else:  # a sentinel that returns without an error means that the process was told to stop
@@ -137,55 +142,72 @@ class Watch:
         return [ray.get(ref) for ref in calls]
 
     def _verdict(
-        self, calls: Mapping[Any, Member], sentinels: Mapping[Any, Member], first: tuple[Any, Exception]
+        self, calls: Mapping[Any, Member], sentinels: Mapping[Any, Member], first: Any, error: RayError
     ) -> MegarlError:
-        members = {**sentinels, **calls}
-        failures = [(members[first[0]], first[1])]
-        time.sleep(self.grace_s if not _is_death(first[1]) else 0.0)
-        ready, _ = ray.wait(list(members), num_returns=len(members), timeout=0)
+        """The first cause: a death before what it did to others, what was raised on purpose before what was not."""
+        failures: dict[Any, RayError] = {first: error}
+        if first not in sentinels:
+            ray.wait(list(sentinels), num_returns=1, timeout=self.grace_s)
+        refs = [ref for ref in {**sentinels, **calls} if ref != first]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         for ref in ready:
-            if ref is not first[0]:
-                try:
-                    ray.get(ref, timeout=0)
-                except GetTimeoutError:
-                    continue
-                except (RayActorError, RayTaskError, ActorUnavailableError) as error:
-                    failures.append((members[ref], error))
-        deaths = [(member, error) for member, error in failures if _is_death(error)]
-        own = [unwrap(error) for _, error in failures if isinstance(unwrap(error), MegarlError)]
-        if deaths:
-            member, error = deaths[0]
-            return WorkerError(
-                role=member.role,
-                rank=member.rank,
-                phase=current_phase(),
-                cause=f"the process died ({_death_reason(error)})",
-                fix="see its log in the run directory; a kill by signal 9 often means that the host ran out of memory",
-            )
-        if own:
-            return own[0]
-        member, error = failures[0]
-        cause = unwrap(error)
-        text = str(cause).strip().splitlines()
-        return WorkerError(
-            role=member.role,
-            rank=member.rank,
-            phase=current_phase(),
-            cause=f"{type(cause).__name__}: {text[0] if text else 'no message'}",
-            fix="the traceback is in the rank's log in the run directory",
-        )
+            try:
+                ray.get(ref)
+            except RayError as another:
+                failures[ref] = another
+        members = {**calls, **sentinels}
+        # A sentinel fails by the death of its process, or of a process that its process answers for.
+        for ref in sorted(failures, key=lambda ref: ref not in sentinels):
+            if _is_death(failures[ref]):
+                return _died(members[ref], failures[ref])
+        for ref in sorted(failures, key=lambda ref: ref not in sentinels):
+            own = unwrap(failures[ref])
+            if isinstance(own, MegarlError):
+                if ref in sentinels and own.where is None:
+                    own.where = f"phase {current_phase()}"
+                return own
+        return _raised(members[first], unwrap(error))
+
+
+def _died(member: Member, error: RayError) -> WorkerError:
+    return WorkerError(
+        role=member.role,
+        rank=member.rank,
+        phase=current_phase(),
+        cause=_death_reason(str(error)),
+        fix=f"see logs/{member.role}-{member.rank}.out in the run directory; a process that was killed often met the "
+        "end of the host's memory",
+    )
+
+
+def _raised(member: Member, cause: BaseException) -> WorkerError:
+    text = str(cause).strip().splitlines()
+    return WorkerError(
+        role=member.role,
+        rank=member.rank,
+        phase=current_phase(),
+        cause=f"{type(cause).__name__}: {text[0] if text else 'no message'}",
+        fix=f"the traceback is in logs/{member.role}-{member.rank}.log in the run directory",
+    )
 
 
 def _is_death(error: BaseException) -> bool:
-    return isinstance(error, ActorDiedError | RayActorError) and not isinstance(error, RayTaskError)
+    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
 
 
-def _death_reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    for line in lines:
-        if "exit" in line.lower() or "killed" in line.lower() or "sigkill" in line.lower():
-            return line.rstrip(".")
-    return lines[0] if lines else type(error).__name__
+def _death_reason(account: str) -> str:
+    """Ray's account of an actor's death, several lines and its guesses, as one clause."""
+    lines = [line.strip() for line in account.splitlines() if line.strip()]
+    if "creation task" in account:
+        return f"the process did not start: {lines[-1]}"
+    process = re.search(r"\bpid: (\d+)", account)
+    who = f"process {process[1]}" if process else "the process"
+    if "node has died" in account:
+        return f"{who} died with its node"
+    exit_type = re.search(r"Worker exit type: (\w+)", account)
+    if exit_type is None or exit_type[1] == "SYSTEM_ERROR":
+        return f"{who} was killed or crashed"
+    return f"{who} died ({exit_type[1]})"
 
 
 def unwrap(error: BaseException) -> BaseException:

@@ -7,6 +7,8 @@ The engine's own processes (scheduler, tensor-parallel ranks) are children of th
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,14 @@ from typing import Any, Literal
 from megarl.config.schema.roles import RolloutConfig
 from megarl.controller.dispatch import Member
 from megarl.controller.workers import enter_worker
+from megarl.errors import RolloutError
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sampling import Sampling
 from megarl.weights.manifest import Manifest
 from megarl.weights.sync import ReceiverReport
 from megarl.weights.transport.group import Address
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,24 @@ class RolloutWorker:
     def __init__(self, plan: EnginePlan, replica: int) -> None:
         self._plan = plan
         self._replica = replica
-        self._is_started = asyncio.Event()
+        self._start_ended = asyncio.Event()
+        self._start_failure: Exception | None = None
         enter_worker("rollout", replica, plan.logs)
 
     async def start(self) -> None:
         """Build the engine."""
+        try:
+            await self._start()
+        except Exception as error:  # the process entry point: whatever it is ends ``watch`` as well
+            logger.exception("the engine did not start")
+            self._start_failure = error
+            if isinstance(error, RolloutError):
+                self._explain(error)
+            raise
+        finally:
+            self._start_ended.set()
+
+    async def _start(self) -> None:
         # vLLM takes seconds to import and reads its environment when it does: only here, in the worker.
         from megarl.rollout.vllm.engine import VllmEngine
 
@@ -70,16 +88,24 @@ class RolloutWorker:
             can_sleep=plan.can_sleep,
         )
         await self._engine.start()
-        self._is_started.set()
+
+    def _explain(self, error: RolloutError) -> None:
+        """The exception says only that a process of vLLM did not start; that process printed why into our output."""
+        cause = first_error((self._plan.logs / f"rollout-{self._replica}.out").read_text(errors="replace"))
+        if cause is not None:
+            error.problem = f"the engine did not start: {cause}"
+        error.fix = f"the whole story is in logs/rollout-{self._replica}.out in the run directory"
 
     async def watch(self) -> None:
-        """Returns when the engine is stopped; fails when a process of it dies."""
-        await self._is_started.wait()
+        """Returns when the engine is stopped; fails when it does not start or a process of it dies."""
+        await self._start_ended.wait()
+        if self._start_failure is not None:
+            raise self._start_failure
         await self._engine.watch()
 
     async def stop(self) -> None:
         """End all processes of the engine."""
-        if self._is_started.is_set():
+        if self._start_ended.is_set() and self._start_failure is None:
             await self._engine.stop()
 
     async def generate(
@@ -118,6 +144,12 @@ class RolloutWorker:
     async def wake_up(self, tags: Sequence[str]) -> None:
         """Take it again."""
         await self._engine.wake_up(tags)
+
+
+def first_error(output: str) -> str | None:
+    """The first exception named in the output of an engine's processes; theirs are prefixed by process and time."""
+    named = (re.search(r"(?:^|\] |\s)(\w+(?:Error|Exception): \S.*)$", line) for line in output.splitlines())
+    return next((match[1] for match in named if match is not None), None)
 
 
 def start_engines(members: Sequence[Member]) -> dict[Any, Member]:

@@ -12,10 +12,10 @@ from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.engines import EnginePlan, start_engines
 from megarl.controller.roles import Roles, build_roles, make_estimator, takes_turns
 from megarl.controller.scoring import RewardRole
-from megarl.controller.session import Session, open_session
+from megarl.controller.session import Session, check_weights, open_session
 from megarl.controller.state import RunState
 from megarl.controller.step import StepResult, policy_step
-from megarl.controller.validation import Validation, validate
+from megarl.controller.validation import validate
 from megarl.controller.workers import TrainPlan, grid
 from megarl.data.prompts import PromptSource
 from megarl.data.sources import open_source
@@ -35,12 +35,14 @@ def train(loaded: Loaded[TrainConfig]) -> int:
         MegarlError: whatever ends the run; the class decides the exit code.
     """
     config = loaded.config
-    # What needs no process fails first, in seconds: algorithm, tokenizer, data, reward.
+    # What needs no process fails first, in seconds: algorithm, weights, tokenizer, data, reward.
     make_estimator(config.algorithm)
+    check_weights(config.model)
     tokenizer = load_tokenizer(config.model.path)
     prompts = prompt_source(config, tokenizer, validation=False)
     held_out = prompt_source(config, tokenizer, validation=True) if config.data.validation else None
-    with open_session(loaded) as session, RewardPool(**config.reward.model_dump()) as pool:
+    with open_session(loaded) as session:
+        pool = session.hold(RewardPool(**config.reward.model_dump()))
         reward = RewardRole(pool, tokenizer)
         with span("start"):
             pool.ready()
@@ -92,6 +94,7 @@ def start_roles(session: Session, config: TrainConfig, reward: RewardRole) -> tu
     with span("weight_sync"):
         # Engines start without weights of their own: the first update makes them hold the actor's.
         roles.weights.publish(session.state.version)
+    session.cluster.note_shared_memory()
     return roles, groups
 
 
@@ -114,7 +117,7 @@ class Run:
         self.prompts = prompts
         self.held_out = None if held_out is None else held_out.first(config.validation.prompts)
         self.version = session.state.version
-        self.validations: dict[int, Validation] = {}
+        self.results = dict(session.state.results)
         if session.state.prompts:
             prompts.load_state_dict(session.state.prompts)
 
@@ -125,6 +128,7 @@ class Run:
             self._validate(0)
         for step in range(first + 1, config.run.steps + 1):
             set_context(step=step, version=self.version)
+            waited_s = self._waited_s()
             with span("step"):
                 result = policy_step(
                     self.roles,
@@ -134,7 +138,8 @@ class Run:
                     version=self.version,
                 )
             self.version = result.version
-            self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result)})
+            waited: Metrics = {"perf/waited_s": Last(self._waited_s() - waited_s)}
+            self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result), **waited})
             last = step == config.run.steps
             every = config.validation.every_steps
             if (every is not None and step % every == 0) or (last and config.validation.at_end):
@@ -152,12 +157,17 @@ class Run:
             "training/weight_version": Last(result.version),
         }
 
+    def _waited_s(self) -> float:
+        """Seconds this process has waited for others: the rest of a step is the controller's own share."""
+        return self.session.watch.waited_s + self.roles.reward.waited_s
+
     def _validate(self, step: int) -> None:
         if not self.held_out:
             return
         with span("validation"):
             result = validate(self.roles, self.held_out, self.config.validation, step=step)
-        self.validations[step] = result
+        accuracy = values(result.metrics)["val/accuracy"]
+        self.results = {"accuracy_start": accuracy} | self.results | {"accuracy_end": accuracy}
         self.session.log_validation(step, result.metrics, result.samples)
 
     def _save(self, step: int) -> None:
@@ -166,7 +176,7 @@ class Run:
                 (directory / role).mkdir()
                 group.save(directory / role)
 
-        state = RunState(step, self.version, self.prompts.state_dict(), self.roles.kl.state_dict())
+        state = RunState(step, self.version, self.prompts.state_dict(), self.roles.kl.state_dict(), self.results)
         with span("save"):
             self.session.store.save(state, write_parts)
 
@@ -176,13 +186,12 @@ class Run:
             with span("export"):
                 shutil.rmtree(hf, ignore_errors=True)
                 self.groups["actor"].export_hf(hf)
-        accuracies = [values(result.metrics).get("val/accuracy") for _, result in sorted(self.validations.items())]
         self.session.finish(
             {
                 "steps": self.config.run.steps,
                 "version": self.version,
-                "accuracy_start": accuracies[0] if accuracies else None,
-                "accuracy_end": accuracies[-1] if accuracies else None,
+                "accuracy_start": self.results.get("accuracy_start"),
+                "accuracy_end": self.results.get("accuracy_end"),
                 "hf": str(hf) if self.config.checkpoint.export_hf else None,
             }
         )
@@ -199,7 +208,7 @@ def actor_plan(config: TrainConfig, logs: Path) -> TrainPlan:
     actor = config.actor
     return TrainPlan(
         role="actor",
-        model_dir=Path(config.model.path),
+        model_dir=Path(config.model.path).absolute(),
         random_init=config.model.init == "random",
         layout=grid(actor.layout),
         device=config.cluster.device,
@@ -222,7 +231,7 @@ def critic_plan(config: TrainConfig, logs: Path) -> TrainPlan:
     size = config.algorithm.minibatch_size if critic.minibatch_size is None else critic.minibatch_size
     return TrainPlan(
         role="critic",
-        model_dir=Path(config.model.path if critic.path is None else critic.path),
+        model_dir=Path(config.model.path if critic.path is None else critic.path).absolute(),
         random_init=critic.path is None and config.model.init == "random",
         layout=grid(critic.layout),
         device=config.cluster.device,
@@ -241,7 +250,7 @@ def engine_plan(config: TrainConfig, logs: Path) -> EnginePlan:
     """What the rollout engines are told."""
     rollout, longest = config.rollout, config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
     return EnginePlan(
-        model_dir=Path(config.model.path),
+        model_dir=Path(config.model.path).absolute(),
         config=rollout,
         device=config.cluster.device,
         max_model_len=longest if rollout.max_model_len is None else rollout.max_model_len,

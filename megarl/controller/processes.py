@@ -1,4 +1,4 @@
-"""Bringing up the processes of a run: one Ray actor for each training rank and each engine, on the slots planned.
+"""The processes of a run, from start to stop: one Ray actor for each training rank and each engine, on their slots.
 
 Invariants:
 1. Training ranks of one role are told their rank by slot order, so tensor-parallel groups stay inside a node.
@@ -7,11 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -24,9 +26,18 @@ from megarl.controller.workers import TrainPlan, TrainWorker
 from megarl.errors import SetupError
 from megarl.platform import env
 
+logger = logging.getLogger(__name__)
+
+# Time for engines to end their own processes.
+_STOP_S = 10.0
+
 
 class Processes:
-    """Starts processes on the nodes of the cluster and keeps the watch over them."""
+    """Starts processes on the nodes of the cluster and keeps the watch over them.
+
+    As a context it tells them to stop when its body ends well. After a failure their peers may wait for what is gone:
+    they are left to the cluster, which kills them.
+    """
 
     def __init__(self, cluster: Cluster, config: ClusterConfig, placement: Placement, watch: Watch) -> None:
         self._cluster = cluster
@@ -34,6 +45,28 @@ class Processes:
         self.placement = placement
         self._watch = watch
         self._nodes = self._reserve()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cluster.note_shared_memory()
+        if kind is None:
+            self._stop()
+
+    def _stop(self) -> None:
+        calls = {member.handle.stop.remote(): member for member in self._watch.members}
+        ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_STOP_S)
+        for ref, member in calls.items():
+            try:
+                if ref in ended:
+                    ray.get(ref)
+                else:
+                    logger.warning("%s rank %d did not stop within %.0f s", member.role, member.rank, _STOP_S)
+            except RayError as error:
+                logger.warning("%s rank %d did not stop well: %s", member.role, member.rank, error)
 
     def _reserve(self) -> PlacementGroup:
         """One bundle per node with all the slots of it."""

@@ -30,7 +30,9 @@ class DeviceTurns:
         watch: waits for the engines.
     """
 
-    def __init__(self, is_shared: bool, training: Sequence[WorkerGroup], engines: Sequence[Member], watch: Watch) -> None:
+    def __init__(
+        self, is_shared: bool, training: Sequence[WorkerGroup], engines: Sequence[Member], watch: Watch
+    ) -> None:
         self._is_shared = is_shared
         self._training = list(training)
         self._engines = list(engines)

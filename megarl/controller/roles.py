@@ -71,6 +71,7 @@ class ActorRole:
         columns = [
             name
             for name in (
+                "sample_id",
                 "prompts",
                 "responses",
                 "response_mask",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from megarl.data.batch import Batch
@@ -17,23 +19,26 @@ class RewardRole:
     def __init__(self, pool: RewardPool, tokenizer: Tokenizer) -> None:
         self._pool = pool
         self._tokenizer = tokenizer
+        self.waited_s = 0.0
+        """Seconds spent waiting for the pool since the start."""
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The batch with ``scores``, and the means of what the reward returned beside the score."""
         prompts = self.decode(batch, "prompts")
         responses = self.decode(batch, "responses")
-        results = self._pool.score(
-            [
-                RewardInput(
-                    prompt=prompts[row],
-                    response=responses[row],
-                    answer=batch["answer"][row],
-                    data_source=batch["data_source"][row],
-                    metadata=batch["metadata"][row],
-                )
-                for row in range(len(batch))
-            ]
-        )
+        samples = [
+            RewardInput(
+                prompt=prompts[row],
+                response=responses[row],
+                answer=batch["answer"][row],
+                data_source=batch["data_source"][row],
+                metadata=batch["metadata"][row],
+            )
+            for row in range(len(batch))
+        ]
+        started = time.monotonic()
+        results = self._pool.score(samples)
+        self.waited_s += time.monotonic() - started
         metrics: Metrics = {"reward/failed": Mean(sum(result.failed is not None for result in results), len(results))}
         for name in sorted({name for result in results for name in result.extra}):
             given = [result.extra[name] for result in results if name in result.extra]

@@ -6,32 +6,34 @@ Invariant: leaving the session ends every process of the run and releases its di
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 from megarl.config.origin import Loaded, write_resolved
 from megarl.config.schema import SftConfig, TrainConfig
+from megarl.config.schema.roles import ModelConfig
 from megarl.controller.cluster import Cluster, wait_for_nodes
 from megarl.controller.dispatch import Watch
 from megarl.controller.placement import plan_placement
 from megarl.controller.processes import Processes
 from megarl.controller.state import CheckpointStore, RunDirectory, RunState, find_resume, read_state, write_json
+from megarl.models.registry import load_spec
 from megarl.observability.console import Console
 from megarl.observability.heartbeat import heartbeat
 from megarl.observability.logs import set_up_logging
 from megarl.observability.metrics import Metrics, values
 from megarl.observability.sinks import Sinks, open_sinks
 from megarl.observability.trace import Timeline, listening, write_chrome_trace
+from megarl.platform import signals
+from megarl.weights.files.safetensors_reader import SafetensorsReader, check_model
 
 logger = logging.getLogger(__name__)
 
-TERMINATED = 143
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Session:
         timeline: phases finished since the last logged step.
         history: all earlier ones.
         watch: waits on worker processes.
+        cluster: Ray; opened by ``start_processes``.
         started: monotonic seconds at which the session was opened.
     """
 
@@ -62,8 +65,13 @@ class Session:
     timeline: Timeline
     history: Timeline
     watch: Watch
+    cluster: Cluster
     started: float
     _stack: ExitStack
+
+    def hold(self, resource: AbstractContextManager[T]) -> T:
+        """Enter a context that is left when the session closes, before everything entered earlier."""
+        return self._stack.enter_context(resource)
 
     def start_processes(self) -> Processes:
         """Ray, and the slots of this run reserved on it.
@@ -72,15 +80,13 @@ class Session:
             ConfigError: the roles do not fit on the stated nodes.
             SetupError: nodes or devices are missing.
         """
-        cluster = self.config.cluster
+        config = self.config.cluster
         placement = plan_placement(self.config)
         num_slots = placement.slots_per_node * placement.num_nodes
-        ray = Cluster(cluster.ray_address, num_slots=num_slots, num_gpus=num_slots if cluster.device == "cuda" else 0)
-        self._stack.callback(ray.close)
-        # Ray installs a handler of its own that would skip the clean-up of what it does not know.
-        signal.signal(signal.SIGTERM, _terminate)
-        wait_for_nodes(cluster.num_nodes, cluster.start_timeout_s)
-        return Processes(ray, cluster, placement, self.watch)
+        num_gpus = num_slots if config.device == "cuda" else 0
+        self.cluster.open(config.ray_address, num_slots=num_slots, num_gpus=num_gpus)
+        wait_for_nodes(config.num_nodes, config.start_timeout_s)
+        return self.hold(Processes(self.cluster, config, placement, self.watch))
 
     def keep_spans(self) -> None:
         """Move the finished phases into the history: those before the first step are not part of it."""
@@ -95,6 +101,9 @@ class Session:
         tokens = numbers.get("perf/total_num_tokens")
         if tokens is not None:
             numbers["perf/tokens_per_s"] = tokens / numbers["timing_s/step"]
+        waited_s = numbers.pop("perf/waited_s", None)
+        if waited_s is not None:
+            numbers["perf/controller_share"] = 1.0 - waited_s / numbers["timing_s/step"]
         self.keep_spans()
         self.sinks.log(step, numbers)
         self.console.step(step, numbers)
@@ -126,7 +135,8 @@ def open_session(loaded: Loaded[Any]) -> Iterator[Session]:
     config: TrainConfig | SftConfig = loaded.config
     started = time.monotonic()
     with ExitStack() as stack:
-        directory = RunDirectory(Path(config.run.dir))
+        # Workers may run in another working directory.
+        directory = RunDirectory(Path(config.run.dir).absolute())
         directory.open()
         stack.callback(directory.close)
         store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
@@ -152,11 +162,43 @@ def open_session(loaded: Loaded[Any]) -> Iterator[Session]:
         if resume is not None:
             console.note(f"continuing {directory.root} after step {state.step} from {resume}")
         history = Timeline()
-        stack.callback(lambda: write_chrome_trace(directory.root / "timeline.json", [history]))
-        yield Session(
-            config, directory, store, resume, state, console, sinks, timeline, history, Watch(), started, stack
-        )
+        stack.callback(_write_timeline, directory.root / "timeline.json", history)
+        # Made here, since its mark is for the reward's processes too; closed before the console and the directory.
+        cluster = Cluster()
+        stack.callback(cluster.close)
+        try:
+            yield Session(
+                config,
+                directory,
+                store,
+                resume,
+                state,
+                console,
+                sinks,
+                timeline,
+                history,
+                Watch(),
+                cluster,
+                started,
+                stack,
+            )
+        finally:
+            signals.hold()
 
 
-def _terminate(_: int, __: FrameType | None) -> NoReturn:
-    raise SystemExit(TERMINATED)
+def check_weights(model: ModelConfig) -> None:
+    """Read the headers of the weights a run starts from, so that what is wrong is found before anything starts.
+
+    Raises:
+        ModelError: no weights, a missing or truncated file, or tensors that are not the model's.
+    """
+    if model.init == "checkpoint":
+        with SafetensorsReader(model.path) as reader:
+            check_model(reader, load_spec(model.path))
+
+
+def _write_timeline(path: Path, history: Timeline) -> None:
+    try:
+        write_chrome_trace(path, [history])
+    except OSError as error:  # a full disk must not hide what ended the run
+        logger.warning("cannot write %s: %s", path, error)

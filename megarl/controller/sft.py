@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.config.origin import Loaded
 from megarl.config.schema import SftConfig
 from megarl.controller.dispatch import WorkerGroup
-from megarl.controller.session import Session, open_session
+from megarl.controller.session import Session, check_weights, open_session
 from megarl.controller.state import RunState
 from megarl.controller.workers import TrainPlan, grid
 from megarl.data.batch import Batch
@@ -27,6 +27,7 @@ def sft(loaded: Loaded[SftConfig]) -> int:
         MegarlError: whatever ends the run; the class decides the exit code.
     """
     config = loaded.config
+    check_weights(config.model)
     tokenizer = load_tokenizer(config.model.path)
     rows = sft_source(config, tokenizer, validation=False)
     held_out = sft_source(config, tokenizer, validation=True) if config.data.validation else None
@@ -68,7 +69,7 @@ def run_steps(
 ) -> None:
     """All updates that are left, evaluation, checkpoints, the export and the summary."""
     steps, evaluation = config.run.steps, None if held_out is None else sft_batch(held_out.first(len(held_out)))
-    losses: list[float] = []
+    results = dict(session.state.results)
     for step in range(session.state.step + 1, steps + 1):
         set_context(step=step)
         with span("step"):
@@ -79,10 +80,10 @@ def run_steps(
         session.log_step(step, metrics)
         every = config.eval_every_steps
         if evaluation is not None and (step == steps or (every is not None and step % every == 0)):
-            losses.append(evaluate(session, model, evaluation, step))
+            results["val_loss"] = evaluate(session, model, evaluation, step)
         save_every = config.checkpoint.every_steps
         if (save_every is not None and step % save_every == 0) or (step == steps and config.checkpoint.at_end):
-            save(session, model, rows, step)
+            save(session, model, rows, step, results)
     hf = session.directory.hf
     if config.checkpoint.export_hf:
         with span("export"):
@@ -91,7 +92,7 @@ def run_steps(
     session.finish(
         {
             "steps": steps,
-            "val_loss": losses[-1] if losses else None,
+            "val_loss": results.get("val_loss"),
             "hf": str(hf) if config.checkpoint.export_hf else None,
         }
     )
@@ -105,7 +106,7 @@ def evaluate(session: Session, model: WorkerGroup, evaluation: Batch, step: int)
     return values(metrics)["val/loss"]
 
 
-def save(session: Session, model: WorkerGroup, rows: SftSource, step: int) -> None:
+def save(session: Session, model: WorkerGroup, rows: SftSource, step: int, results: dict[str, float]) -> None:
     """Write a checkpoint."""
 
     def write_parts(directory: Path) -> None:
@@ -113,14 +114,14 @@ def save(session: Session, model: WorkerGroup, rows: SftSource, step: int) -> No
         model.save(directory / "actor")
 
     with span("save"):
-        session.store.save(RunState(step, step, rows.state_dict()), write_parts)
+        session.store.save(RunState(step, step, rows.state_dict(), results=results), write_parts)
 
 
 def plan(config: SftConfig, logs: Path) -> TrainPlan:
     """What the model's ranks are told."""
     return TrainPlan(
         role="actor",
-        model_dir=Path(config.model.path),
+        model_dir=Path(config.model.path).absolute(),
         random_init=config.model.init == "random",
         layout=grid(config.actor.layout),
         device=config.cluster.device,

@@ -42,12 +42,14 @@ class RunState:
         version: weight version published after them.
         prompts: cursor of the prompt source.
         kl: state of the KL controller.
+        results: held-out numbers so far that the run's summary repeats.
     """
 
     step: int
     version: int
     prompts: dict[str, Any] = field(default_factory=dict)
     kl: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, float] = field(default_factory=dict)
 
 
 class RunDirectory:
@@ -131,15 +133,14 @@ class CheckpointStore:
             write_json(self.directory / "latest", final.name)
             _sync_directory(self.directory)
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
                 f"could not save step {state.step}: {error.strerror or error}; earlier checkpoints are untouched",
                 where=str(final),
                 fix="free space on this file system, or set checkpoint.keep lower",
             ) from error
-        except CheckpointError:
+        finally:
+            # After a success it has become the checkpoint; whatever else ended the save leaves nothing of it.
             shutil.rmtree(partial, ignore_errors=True)
-            raise
         for old in self.complete()[: -self.keep]:
             shutil.rmtree(old)
         return final
@@ -192,7 +193,7 @@ def find_resume(resume: str, store: CheckpointStore) -> Path | None:
     """The checkpoint to continue from, or None to start at step 0.
 
     Raises:
-        ConfigError: ``never`` was asked for and the run directory already holds a checkpoint, or the path is no directory.
+        ConfigError: ``never`` was asked for and the run directory holds a checkpoint, or the path is no directory.
     """
     newest = store.newest()
     if resume == "auto":
@@ -205,7 +206,7 @@ def find_resume(resume: str, store: CheckpointStore) -> Path | None:
                 fix="choose another run.dir, or run.resume=auto to continue",
             )
         return None
-    path = Path(resume)
+    path = Path(resume).absolute()
     if not path.is_dir():
         raise ConfigError(
             f"no checkpoint directory at {resume}", where="run.resume", fix="auto, never, or a checkpoint"

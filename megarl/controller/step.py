@@ -45,10 +45,10 @@ def policy_step(roles: Roles, prompts: list[Prompt], config: TrainConfig, *, ste
     with span("reward"):
         batch, seen = roles.reward.score(batch)
         metrics.append(seen)
-    with span("old_log_probs"):
-        if algorithm.old_log_probs == "bypass":
-            batch = batch.add(old_log_probs=batch["rollout_log_probs"])
-        else:
+    if algorithm.old_log_probs == "bypass":
+        batch = batch.add(old_log_probs=batch["rollout_log_probs"])
+    elif algorithm.old_log_probs == "decoupled":  # "current" leaves them to the update
+        with span("old_log_probs"):
             batch, seen = roles.actor.add_old_log_probs(batch)
             metrics += [seen, credit.mismatch_metrics(batch)]
     if roles.reference is not None:

@@ -21,7 +21,7 @@ LayerImplementation = Literal["local", "transformer_engine"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of this process: tensors alive, their peak since the last reset, taken from the device; the device's all."""
+    """Bytes of this process: tensors alive, their peak since the last reset, taken from the device; the device's."""
 
     allocated_bytes: int
     peak_bytes: int

@@ -82,6 +82,12 @@ def import_megatron(modules: Iterable[str] = MEGATRON_MODULES) -> None:
         ) from error
     finally:
         logging.disable(previous)
+    # torch 2.13 deprecates collectives that Megatron-Core calls in every step, and warns in the name of its own module.
+    warnings.filterwarnings(
+        "ignore",
+        message=r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+        category=FutureWarning,
+    )
     # 0.19 logs at every construction that GPTModel is deprecated; 0.16 has nothing else.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 

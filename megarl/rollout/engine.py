@@ -75,6 +75,10 @@ class RolloutEngine(Protocol):
         """Build the engine. Raises RolloutError with the cause."""
         ...
 
+    async def watch(self) -> None:
+        """Returns when the engine is stopped. Raises RolloutError as soon as a process of it is dead."""
+        ...
+
     async def generate(
         self, requests: Sequence[Request], sampling: Sampling, n: int = 1
     ) -> list[tuple[int, list[Completion]]]:

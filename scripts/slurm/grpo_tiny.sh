@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# GRPO on a tiny model, CPU only, for trying out a cluster. Needs the model of scripts/quickstart.sh.
+# GRPO on a tiny model, CPU only, for trying out a cluster. Needs a warm start with weights, such as the quick start's:
+# sbatch scripts/slurm/grpo_tiny.sh model.path=runs/quickstart-seed1/sft/hf key=value ...
 #SBATCH --job-name=grpo_tiny
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

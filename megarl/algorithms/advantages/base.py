@@ -181,7 +181,7 @@ class Estimator:
         missing = sorted(need for need in self.needs if need in given and given[need] is None)
         if missing:
             raise DataError(f"estimator {self.kind!r} needs {', '.join(missing)}")
-        kept = response_mask if kept is None else kept & response_mask
+        kept = response_mask if kept is None or kept is response_mask else kept & response_mask
         with torch.no_grad():
             rows = _row_inputs(token_level_rewards, response_mask, kept, group_id, counted, group_stats)
             rows = replace(rows, reward_components=reward_components, reduce=reduce)

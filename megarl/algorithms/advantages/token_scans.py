@@ -86,5 +86,6 @@ def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
     returns = torch.empty_like(rewards)
     for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         part = packing.rows(rows)
-        part.unpack_(reverse_sum(*part.pack(rewards[rows]), out=returns[rows]))
+        (reward,) = part.pack(rewards[rows])
+        part.unpack_(reverse_sum(reward, out=returns[rows]))
     return returns

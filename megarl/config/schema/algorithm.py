@@ -135,8 +135,9 @@ class AlgorithmConfig(StrictModel):
     """KL towards the reference policy."""
     correction: CorrectionConfig = CorrectionConfig()
     """Rollout correction."""
-    old_log_probs: Literal["decoupled", "bypass"] = "decoupled"
-    """Recompute the proximal policy's log-probs in the trainer, or take the rollout engine's for them."""
+    old_log_probs: Literal["decoupled", "bypass", "current"] = "decoupled"
+    """Where the proximal policy's log-probs come from. decoupled: a pass of the trainer before the update. bypass: the
+    rollout engine. current: the update itself, which saves the pass; exact, and allowed, with one update a step."""
     minibatch_size: int | None = Field(None, ge=1)
     """Responses per optimizer update over all data-parallel ranks; None makes one update of the whole batch."""
     epochs: int = Field(1, ge=1)

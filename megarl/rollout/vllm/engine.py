@@ -130,7 +130,8 @@ class VllmEngine:
         death = self._liveness.death
         await asyncio.wait({death})
         if not death.cancelled():
-            raise self._failure(f"{death.result()} died", "watch")
+            self._state, self._reason = "stale", f"{death.result()} died"
+            raise RolloutError(self._reason, fix=_FIX_DEAD)
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ from megarl.weights.pieces import fill, pieces
 from megarl.weights.region import Region
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_OPTIONAL_COLUMNS = ("rollout_log_probs", "importance_weights")
+_OPTIONAL_COLUMNS = ("old_log_probs", "rollout_log_probs", "importance_weights")
 
 
 class MegatronEngine:
@@ -114,6 +114,8 @@ class MegatronEngine:
             tp_group=groups.tp,
             pp_size=groups.layout.pp,
             device=device.torch_device,
+            # Our core attention does; Transformer Engine's takes sequences one after another only.
+            shares_prompts=device.layer_implementation == "local",
         )
 
     # -- passes without gradients ------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class MegatronEngine:
             fewest=self._parts.fewest_microbatches,
             dp_group=self.groups.dp,
         )
-        microbatches = [mb.build(batch, members, multiple=multiple) for members in plan]
+        microbatches = [self._parts.pack(batch, members) for members in plan]
 
         def read(outputs: TokenOutputs, _: mb.Microbatch) -> list[Tensor]:
             return [getattr(outputs, name) for name in names]

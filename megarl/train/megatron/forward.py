@@ -20,8 +20,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from megarl.data.batch import Batch
+from megarl.train.megatron.attention import SharedSequences
 from megarl.train.megatron.heads import vocab_log_probs
-from megarl.train.megatron.microbatch import Microbatch
+from megarl.train.megatron.microbatch import Microbatch, build
 from megarl.train.megatron.model import Chunk
 
 Result = TypeVar("Result")
@@ -71,6 +73,7 @@ class ModelParts:
         tp_group: tensor-parallel group.
         pp_size: pipeline stages.
         device: where tensors live.
+        shares_prompts: the core attention takes rows with a prompt in common (``SharedSequences``).
     """
 
     chunk: nn.Module
@@ -82,11 +85,16 @@ class ModelParts:
     tp_group: dist.ProcessGroup
     pp_size: int
     device: torch.device
+    shares_prompts: bool = False
 
     @property
     def token_multiple(self) -> int:
         """Tokens of a microbatch are padded to a multiple of it."""
         return self.tp_group.size() if self.sequence_parallel else 1
+
+    def pack(self, batch: Batch, rows: Sequence[int]) -> Microbatch:
+        """Rows of the batch as one microbatch of this model."""
+        return build(batch, rows, multiple=self.token_multiple, share_prompts=self.shares_prompts)
 
     @property
     def fewest_microbatches(self) -> int:
@@ -185,13 +193,16 @@ def _run(
 
 def packed_seq_params(microbatch: Microbatch) -> PackedSeqParams:
     """Sequence boundaries in the form Megatron's and Transformer Engine's attention read (format THD)."""
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=microbatch.cu_seqlens,
-        cu_seqlens_kv=microbatch.cu_seqlens,
-        max_seqlen_q=microbatch.max_seqlen,
-        max_seqlen_kv=microbatch.max_seqlen,
-    )
+    sequences: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": microbatch.cu_seqlens,
+        "cu_seqlens_kv": microbatch.cu_seqlens,
+        "max_seqlen_q": microbatch.max_seqlen,
+        "max_seqlen_kv": microbatch.max_seqlen,
+    }
+    if microbatch.token_of_place is None:
+        return PackedSeqParams(**sequences)
+    return SharedSequences(microbatch.token_of_place, microbatch.num_tokens, **sequences)
 
 
 def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, options: HeadOptions) -> TokenOutputs:

@@ -38,6 +38,8 @@ class Microbatch:
         positions: [M] int64 tokens of [0, N) whose output predicts a response token.
         targets: [M] int64 those response tokens.
         response_lengths: [rows] int64, in the order of ``rows``; they sum to M.
+        token_of_place: [E] int64 if rows share a prompt: which token stands in each place of the sequences, which
+            ``cu_seqlens`` then counts in places.
     """
 
     rows: tuple[int, ...]
@@ -48,6 +50,7 @@ class Microbatch:
     positions: Tensor
     targets: Tensor
     response_lengths: Tensor
+    token_of_place: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +66,7 @@ class Microbatch:
             self.positions.to(device),
             self.targets.to(device),
             self.response_lengths.to(device),
+            None if self.token_of_place is None else self.token_of_place.to(device),
         )
 
 
@@ -141,8 +145,11 @@ def count_globally(counts: Tensor, dp_group: dist.ProcessGroup | None) -> Tensor
     return _reduced(counts, dist.ReduceOp.SUM, dp_group)
 
 
-def build(batch: Batch, rows: Sequence[int], *, multiple: int = 1) -> Microbatch:
+def build(batch: Batch, rows: Sequence[int], *, multiple: int = 1, share_prompts: bool = False) -> Microbatch:
     """Pack whole rows of the batch into one microbatch, padded to a multiple of ``multiple`` tokens.
+
+    With ``share_prompts`` rows of one prompt, a group's samples, have its tokens in common: what a token becomes
+    depends on what precedes it only, so computing it once is exact, and its gradient is the sum over the rows.
 
     Raises:
         DataError: a row has a response but no prompt token that could predict its first token.
@@ -154,23 +161,51 @@ def build(batch: Batch, rows: Sequence[int], *, multiple: int = 1) -> Microbatch
             "a response without any prompt token has no first log-prob", where=f"row {rows[unpredicted[0]]}"
         )
     sequences = packed.sequences()
-    size = len(sequences.values)
+    first_place, token_of_place = _first_places(packed, sequences) if share_prompts else (None, None)
+    num_places, size = len(sequences.values), len(sequences.values) if first_place is None else len(first_place)
     lengths = sequences.lengths
     # A dummy is one padding sequence: attention and pipeline messages need at least one token.
     if padding := max(1, -(-size // multiple)) * multiple - size:
         lengths = torch.cat([lengths, torch.tensor([padding])])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    positions = sequences.with_values(torch.arange(size)).tail(responses.lengths).values - 1
+    tokens = torch.nn.functional.pad(sequences.values, (0, padding))
+    position_ids = torch.arange(num_places + padding) - cu_seqlens[:-1].repeat_interleave(lengths)
+    # The place of the token before; the last token of a prompt stands in several.
+    positions = sequences.with_values(torch.arange(num_places)).tail(responses.lengths).values - 1
+    if first_place is not None and token_of_place is not None:
+        ends = torch.arange(padding)
+        first_place = torch.cat([first_place, num_places + ends])
+        token_of_place = torch.cat([token_of_place, size + ends])
+        tokens, position_ids, positions = tokens[first_place], position_ids[first_place], token_of_place[positions]
     return Microbatch(
         rows=tuple(rows),
-        tokens=torch.nn.functional.pad(sequences.values, (0, padding))[None],
-        position_ids=(torch.arange(size + padding) - cu_seqlens[:-1].repeat_interleave(lengths))[None],
+        tokens=tokens[None],
+        position_ids=position_ids[None],
         cu_seqlens=cu_seqlens.to(torch.int32),
         max_seqlen=int(lengths.max()),
         positions=positions,
         targets=responses.values,
         response_lengths=responses.lengths,
+        token_of_place=token_of_place,
     )
+
+
+def _first_places(packed: Batch, sequences: Ragged) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Sequences whose equal prompts are one: places [N] of the tokens that are left, and each place's token [E].
+
+    None if no two prompts are equal.
+    """
+    seen: dict[bytes, int] = {}
+    source = torch.arange(len(sequences.values))
+    start = 0
+    for prompt, length in zip(packed.ragged("prompts").rows(), sequences.lengths.tolist(), strict=True):
+        first = seen.setdefault(prompt.numpy().tobytes(), start)
+        source[start : start + len(prompt)] = torch.arange(first, first + len(prompt))
+        start += length
+    if len(seen) == len(sequences.lengths):
+        return None, None
+    is_first = source == torch.arange(len(source))
+    return is_first.nonzero().flatten(), (is_first.cumsum(0) - 1)[source]
 
 
 def by_row(flat: Sequence[Tensor], microbatches: Sequence[Microbatch], lengths: Tensor) -> Ragged:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregate import Denominators, aggregate
+from megarl.algorithms.correction import difference_metrics, gap_metrics
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.policy_losses import PolicyInputs
 from megarl.algorithms.value_losses import value_loss
@@ -72,7 +73,7 @@ class PolicyObjective:
         self.update = update
         self.optional_columns = optional_columns
         self.reduce = reduce
-        self.columns = ("old_log_probs", "advantages", *optional_columns)
+        self.columns = ("advantages", *optional_columns)
         if update.kl_estimator is not None:
             self.columns += ("ref_log_probs",)
         self.head = HeadOptions(temperature=update.temperature, with_entropy=update.entropy_coef > 0)
@@ -114,6 +115,10 @@ class PolicyObjective:
         policy = self.update.loss(inputs)
         pg_loss = loss = total(policy.loss)
         metrics = {**policy.metrics, "actor/pg_loss": share_metric(pg_loss, numbers, denominators)}
+        if "old_log_probs" not in rows and inputs.rollout_log_probs is not None:
+            # Nobody has compared the two policies yet.
+            metrics |= difference_metrics(inputs.old_log_probs, inputs.rollout_log_probs, mask)
+            metrics |= gap_metrics(inputs.old_log_probs, inputs.rollout_log_probs, mask)
         if inputs.entropy is not None:
             loss = loss - self.update.entropy_coef * total(inputs.entropy)
             metrics["actor/entropy"] = _token_mean(inputs.entropy, mask)
@@ -126,14 +131,18 @@ class PolicyObjective:
 
 
 def policy_inputs(outputs: TokenOutputs, rows: Batch, selected: Tensor | None = None) -> PolicyInputs:
-    """What a policy loss reads of these rows, padded [B, T]."""
+    """What a policy loss reads of these rows, padded [B, T].
+
+    Without the column ``old_log_probs`` the policy before the update is the current one: ratios are 1.
+    """
 
     def column(name: str) -> Tensor | None:
         return rows.ragged(name).padded() if name in rows else None
 
+    log_probs, old_log_probs = _padded(outputs.log_probs, rows), column("old_log_probs")
     return PolicyInputs(
-        log_probs=_padded(outputs.log_probs, rows),
-        old_log_probs=rows.ragged("old_log_probs").padded(),
+        log_probs=log_probs,
+        old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
         advantages=rows.ragged("advantages").padded(),
         response_mask=rows.ragged("response_mask").padded(),
         rollout_log_probs=column("rollout_log_probs"),

@@ -119,7 +119,7 @@ def _plan(
     counts = mb.count_globally(counts, context.groups.dp)
     return [
         _Minibatch(
-            [mb.build(batch, rows, multiple=context.parts.token_multiple) for rows in plan],
+            [context.parts.pack(batch, rows) for rows in plan],
             Denominators(num_tokens=num_tokens, num_rows=num_rows),
         )
         for plan, (num_tokens, num_rows) in zip(plans, counts.tolist(), strict=True)

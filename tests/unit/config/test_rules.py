@@ -21,6 +21,7 @@ GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
 CRITIC = ["algorithm.advantage.kind=gae", "+critic.warmup_steps=0"]
 LINEAR = "actor.optimizer.schedule.kind=linear"
 WEIGHTS = "algorithm.correction.weights=token"
+CURRENT = "algorithm.old_log_probs=current"
 NORM = "algorithm.policy_loss.aggregation=seq-mean-token-sum-norm"
 
 # rule -> (first key of the message, overrides that break it, overrides that keep it)
@@ -168,6 +169,17 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             ["algorithm.old_log_probs=bypass", "rollout.sampling.min_p=0.1"],
             ["rollout.sampling.min_p=0.1"],
         ),
+    ],
+    "current_needs_one_update": [
+        ("algorithm.old_log_probs", [CURRENT, "algorithm.epochs=2"], [CURRENT]),
+        ("algorithm.old_log_probs", [CURRENT, "algorithm.minibatch_size=4"], ["algorithm.minibatch_size=4"]),
+        ("algorithm.old_log_probs", [CURRENT, "algorithm.correction.weights=token"], [CURRENT]),
+        (
+            "algorithm.old_log_probs",
+            [CURRENT, "algorithm.kl.where=reward"],
+            [CURRENT, "algorithm.kl.where=loss"],
+        ),
+        ("algorithm.old_log_probs", [CURRENT, "algorithm.advantage.kind=optimal_token_baseline"], [CURRENT]),
     ],
     "norm_needs_length": [
         ("algorithm.policy_loss.aggregation_length", [NORM], [NORM, "algorithm.policy_loss.aggregation_length=64"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.controller.dispatch import Collect, Split, WorkerGroup, dispatch, make_minibatches, split_minibatches
 from megarl.parallel.grid import ParallelLayout
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     dp=st.integers(1, 4),
@@ -25,6 +26,7 @@ def test_every_row_of_every_minibatch_goes_to_exactly_one_rank(lengths, dp, size
         assert sorted(shared) == sorted(minibatch)
 
 
+@settings(deadline=None)
 @given(num_rows=st.integers(1, 60), size=st.integers(1, 70), epochs=st.integers(1, 3))
 def test_an_epoch_visits_each_row_once(num_rows, size, epochs):
     minibatches = make_minibatches(num_rows, size, epochs=epochs, shuffle=True, seed=0)
@@ -58,5 +60,5 @@ def test_a_method_that_is_not_declared_cannot_be_called_on_a_group():
 
     group = WorkerGroup(Worker, [], ParallelLayout(), watch=None)
     assert callable(group.declared)
-    with pytest.raises(AttributeError, match="Worker.internal is not declared"):
+    with pytest.raises(AttributeError, match=r"Worker\.internal is not declared"):
         _ = group.internal

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megarl.controller.state import CheckpointStore, RunDirectory, RunState, find_resume, problems, read_state
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError, ConfigError, WorkerError
 
 
 def write_part(directory):
@@ -39,9 +39,32 @@ def test_only_the_newest_are_kept(tmp_path):
 def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_of_the_failed_one(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     store.save(RunState(1, 1), write_part)
-    with pytest.raises(CheckpointError, match="No space left on device.*earlier checkpoints are untouched"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are untouched"):
         store.save(RunState(2, 2), full_disk)
     assert [path.name for path in store.complete()] == ["step_000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError("a rank could not write"),
+        WorkerError(role="actor", rank=1, phase="save", cause="killed"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_ends_a_save_leaves_nothing_of_it(tmp_path, error):
+    def fail(directory):
+        write_part(directory)
+        raise error
+
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(RunState(1, 1), write_part)
+    with pytest.raises(type(error)) as caught:
+        store.save(RunState(2, 2), fail)
+    assert caught.value is error
+    assert problems(store.newest()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
 
 
@@ -63,13 +86,15 @@ def test_a_damaged_checkpoint_is_not_one(tmp_path, harm):
         read_state(newest)
 
 
-def test_resume_auto_never_and_path(tmp_path):
+def test_resume_auto_never_and_path(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path / "a", keep=1)
     assert find_resume("auto", store) is None
     assert find_resume("never", store) is None
     path = store.save(RunState(1, 1), write_part)
     assert find_resume("auto", store) == path
     assert find_resume(str(path), store) == path
+    monkeypatch.chdir(tmp_path)
+    assert find_resume("a/step_000001", store) == path  # workers may run in another directory
     with pytest.raises(ConfigError, match="already holds step_000001"):
         find_resume("never", store)
     with pytest.raises(ConfigError, match="no checkpoint directory"):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, lists
 from torch import Tensor
 
-from megarl.train.megatron.attention import LENGTH_RATIO, SHORT_TOKENS, packed_attention, plan_blocks
+from megarl.train.megatron.attention import LENGTH_RATIO, SHORT_TOKENS, packed_attention, plan_blocks, share_tokens
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SCALE = 1 / math.sqrt(DIM)
@@ -55,6 +55,27 @@ def test_output_and_gradients_are_those_of_each_sequence(lengths: list[int]) -> 
     wanted = torch.autograd.grad(expected, (query, key, value), upstream.double())
     for gradient, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("prompt", [3, 80], ids=str)
+def test_a_shared_prompt_is_as_good_as_a_copy_for_each_sequence(prompt: int) -> None:
+    """Output, and gradients summed over the copies; the responses have 4, 1 and 30 tokens."""
+    shared, token_of_place, start = list(range(prompt)), [], prompt
+    for response in (4, 1, 30):
+        token_of_place += [*shared, *range(start, start + response)]
+        start += response
+    places = torch.tensor(token_of_place)
+    query, key, value = tensors(start)
+    upstream = torch.randn(len(places), HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    upstream[prompt + 4 : 2 * prompt + 4] = upstream[2 * prompt + 5 : 3 * prompt + 5] = 0  # the copies are not read
+    lengths = [prompt + 4, prompt + 1, prompt + 30]
+    output = packed_attention(query, key, value, share_tokens(plan_blocks(lengths), places, start), SCALE)
+    expected = by_the_formula(query[places], key[places], value[places], lengths)
+    torch.testing.assert_close(output[places].double(), expected, rtol=0, atol=1e-5)
+    found = torch.autograd.grad(output[places], (query, key, value), upstream)
+    wanted = torch.autograd.grad(expected, (query, key, value), upstream.double())
+    for gradient, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=5e-5)
 
 
 def test_other_sequences_of_the_pack_change_nothing() -> None:

@@ -46,6 +46,28 @@ def test_a_dummy_has_tokens_but_no_targets():
     assert len(microbatch.positions) == len(microbatch.targets) == len(microbatch.response_lengths) == 0
 
 
+def test_rows_of_one_prompt_have_its_tokens_in_common():
+    prompts = Ragged.from_rows([[1, 2, 3], [4], [1, 2, 3], [1, 2, 3]], dtype=torch.int64)
+    batch = Batch.create(prompts=prompts, responses=Ragged.from_rows(RESPONSES, dtype=torch.int64))
+    microbatch = build(batch, [0, 1, 2, 3], multiple=4, share_prompts=True)
+    tokens = microbatch.tokens[0].tolist()
+    assert tokens == [1, 2, 3, 11, 12, 4, 13, 14, 15, 16, 0, 0]
+    assert microbatch.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 3, 0, 1]
+    assert [tokens[position] for position in microbatch.positions.tolist()] == [3, 11, 4, 13, 14, 3]
+    assert microbatch.token_of_place is not None
+    whole = build(batch, [0, 1, 2, 3])
+    num_places = whole.num_tokens
+    assert microbatch.cu_seqlens.tolist() == [*whole.cu_seqlens.tolist(), num_places + 2]
+    assert microbatch.tokens[0, microbatch.token_of_place[:num_places]].tolist() == whole.tokens[0].tolist()
+    assert microbatch.targets.tolist() == whole.targets.tolist()
+
+
+def test_different_prompts_are_packed_as_without_sharing():
+    microbatch, whole = build(make_batch(), [0, 1, 3], share_prompts=True), build(make_batch(), [0, 1, 3])
+    assert microbatch.token_of_place is None
+    assert torch.equal(microbatch.tokens, whole.tokens)
+
+
 def test_results_come_back_in_row_order():
     batch = make_batch()
     microbatches = [build(batch, [3, 1]), build(batch, [0])]

@@ -1,0 +1,124 @@
+"""After every update the engines hold the very model that an export gives to ``transformers``, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.load import load_train
+from megarl.config.schema import TrainConfig
+from megarl.controller.dispatch import WorkerGroup
+from megarl.controller.loop import prompt_source, start_roles
+from megarl.controller.roles import Roles
+from megarl.controller.scoring import RewardRole
+from megarl.controller.session import open_session
+from megarl.controller.step import policy_step
+from megarl.data.batch import Batch
+from megarl.data.prompts import PromptSource
+from megarl.data.tokenizer import load_tokenizer
+from megarl.models.tiny import tiny_config, write_tiny
+from megarl.observability.metrics import values
+from megarl.rewards.pool import RewardPool
+from tests.integration.runs import layout, small, write_prompts
+
+# transformers', vLLM's and Ray's own; warnings of megarl stay errors.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning"
+)
+
+UPDATES = 5
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run's processes, as the loop has them."""
+
+    config: TrainConfig
+    roles: Roles
+    groups: dict[str, WorkerGroup]
+    prompts: PromptSource
+
+
+@contextmanager
+def started(overrides: Sequence[str]) -> Iterator[Parts]:
+    """What ``controller.loop.train`` brings up before its first step."""
+    loaded = load_train("grpo_tiny", list(overrides))
+    config = loaded.config
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = prompt_source(config, tokenizer, validation=False)
+    with open_session(loaded) as session:
+        pool = session.hold(RewardPool(**config.reward.model_dump()))
+        roles, groups = start_roles(session, config, RewardRole(pool, tokenizer))
+        yield Parts(config, roles, groups, prompts)
+
+
+class Exported:
+    """An exported directory, under transformers."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def log_probs(self, samples: Batch) -> list[torch.Tensor]:
+        """[T, V] of each response: log-probs of every token after each prefix."""
+        result = []
+        for prompt, response in zip(samples["prompts"].rows(), samples["responses"].rows(), strict=True):
+            logits = self.model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            result.append(logits.log_softmax(-1))
+        return result
+
+
+def chosen(log_probs: Sequence[torch.Tensor], samples: Batch) -> torch.Tensor:
+    """Log-probs of the tokens that were sampled, flat."""
+    tokens = samples["responses"].values
+    return torch.cat(list(log_probs)).gather(1, tokens[:, None])[:, 0]
+
+
+CASES = [
+    pytest.param((1, 1, 2), 2, True, id="dp2-to-tp2-tied"),
+    pytest.param((2, 1, 1), 1, False, id="tp2-to-tp1-untied", marks=pytest.mark.slow),
+    pytest.param((2, 2, 1), 2, False, id="tp2-pp2-to-tp2-untied", marks=pytest.mark.slow),
+    pytest.param((1, 2, 1), 1, True, id="pp2-to-tp1-tied", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("degrees", "rollout_tp", "is_tied"), CASES)
+def test_greedy_tokens_and_log_probs_equal_the_exported_models(
+    tmp_path: Path, degrees: tuple[int, int, int], rollout_tp: int, is_tied: bool
+):
+    # Wide initial weights: the likeliest token leads by far more than the engines differ.
+    config = tiny_config(num_hidden_layers=2, initializer_range=0.15, tie_word_embeddings=is_tied)
+    write_tiny(tmp_path / "model", config)
+    options = [
+        f"run.dir={tmp_path / 'run'}", *layout("actor", degrees), f"rollout.tp={rollout_tp}", "logging.console=off",
+        "logging.tensorboard=false", "actor.optimizer.lr=3e-3", "algorithm.minibatch_size=null",
+    ]  # fmt: skip
+    with started([*small(tmp_path / "model", write_prompts(tmp_path / "prompts.jsonl")), *options]) as parts:
+        asked, greedy = parts.prompts.first(8), parts.roles.rollout.greedy(parts.roles.rollout.sampling)
+        before: Exported | None = None
+        for step in range(1, UPDATES + 1):
+            result = policy_step(parts.roles, parts.prompts.next(8), parts.config, step=step, version=step - 1)
+            assert result.version == step
+            assert values(result.metrics)["training/rollout_log_probs_diff/mean"] < 1e-4
+            samples = parts.roles.rollout.sample(asked, greedy, n=1, step=step, stream=1)
+            parts.groups["actor"].export_hf(tmp_path / f"hf-{step}")
+            exported = Exported(tmp_path / f"hf-{step}")
+
+            expected = exported.log_probs(samples)
+            assert {span.version for spans in samples["weight_versions"] for span in spans} == {step}
+            assert samples["responses"].values.tolist() == torch.cat(expected).argmax(-1).tolist()
+            served = samples["rollout_log_probs"].values
+            torch.testing.assert_close(served, chosen(expected, samples), rtol=0, atol=1e-3)
+            trained, _ = parts.roles.actor.add_old_log_probs(samples)
+            torch.testing.assert_close(trained["old_log_probs"].values, chosen(expected, samples), rtol=0, atol=1e-3)
+            if before is not None:  # an update that did not arrive would show
+                assert (served - chosen(before.log_probs(samples), samples)).abs().max() > 1e-2
+            before = exported
