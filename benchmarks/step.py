@@ -26,8 +26,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -67,33 +69,19 @@ class Case:
     overrides: tuple[str, ...] = ()
 
 
-@dataclass
-class Result:
-    """Seconds of each measured step and what else was seen."""
-
-    seconds: list[float]
-    tokens_per_step: float
-    peak_gib: float
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    version: str = ""
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.seconds)
-
-
 class Footprint(threading.Thread):
-    """Largest memory of a process and all it started, as proportional set size, sampled."""
+    """Memory (proportional set size) and processor time of a process and all it started, sampled each second."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._root = psutil.Process(pid)
         self._done = threading.Event()
         self.peak_bytes = 0
+        self._cpu: list[tuple[float, float]] = []
 
     def run(self) -> None:
         while not self._done.wait(1.0):
-            total = 0
+            total, cpu_s = 0, 0.0
             try:
                 members = [self._root, *self._root.children(recursive=True)]
             except psutil.NoSuchProcess:
@@ -101,18 +89,58 @@ class Footprint(threading.Thread):
             for process in members:
                 try:
                     total += process.memory_full_info().pss
+                    cpu_s += sum(process.cpu_times()[:2])
                 except (psutil.NoSuchProcess, psutil.AccessDenied):
                     continue
             self.peak_bytes = max(self.peak_bytes, total)
+            self._cpu.append((time.time(), cpu_s))
 
-    def stop(self) -> float:
+    def stop(self) -> None:
         self._done.set()
         self.join()
-        return self.peak_bytes / 2**30
+
+    def cpu_s(self, start: float, stop: float) -> float:
+        """Processor seconds used between two times of the wall clock, interpolated."""
+        return self._cpu_until(stop) - self._cpu_until(start)
+
+    def _cpu_until(self, moment: float) -> float:
+        for (before, low), (after, high) in itertools.pairwise(self._cpu):
+            if before <= moment <= after:
+                return low + (high - low) * (moment - before) / (after - before)
+        return self._cpu[-1][1] if self._cpu else 0.0
 
 
-def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[str, float]:
-    """Standard output of a command and its peak memory in GiB. Raises RuntimeError with the end of its log."""
+@dataclass
+class Result:
+    """Seconds of each measured step and what else was seen."""
+
+    seconds: list[float]
+    cpu_s: float
+    tokens_per_step: float
+    peak_gib: float
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    version: str = ""
+
+    @classmethod
+    def of(cls, ends: list[float], tokens: list[float], footprint: Footprint, **more: Any) -> Result:
+        """From the wall clock at the end of every step and the tokens of every step."""
+        measured = ends[WARM_UP_STEPS - 1 :]
+        seconds = [after - before for before, after in itertools.pairwise(measured)]
+        return cls(
+            seconds=seconds,
+            cpu_s=footprint.cpu_s(measured[0], measured[-1]) / len(seconds),
+            tokens_per_step=statistics.fmean(tokens[WARM_UP_STEPS:]),
+            peak_gib=footprint.peak_bytes / 2**30,
+            **more,
+        )
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[str, Footprint]:
+    """Standard output of a command and what it used. Raises RuntimeError with the end of its log."""
     environment = {**os.environ, **ENVIRONMENT}
     environment.pop("OMP_NUM_THREADS", None)
     with log.open("w") as errors:
@@ -125,10 +153,10 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
             process.kill()
             raise RuntimeError(f"{command[0]} did not end within {timeout_s:.0f} s") from None
         finally:
-            peak_gib = footprint.stop()
+            footprint.stop()
     if process.returncode:
         raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{log.read_text()[-2000:]}{output[-2000:]}")
-    return output, peak_gib
+    return output, footprint
 
 
 # -- the cases ---------------------------------------------------------------------------------------------------------
@@ -200,13 +228,11 @@ def run_megarl(case: Case, prompts: Path, steps: int, directory: Path, settings:
         *case.overrides,
         *settings,
     ]
-    _, peak_gib = run(command, directory / "megarl.log")
+    _, footprint = run(command, directory / "megarl.log")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    ends = [line["time"] for line in lines]
-    seconds = [after - before for before, after in itertools.pairwise(ends)][WARM_UP_STEPS - 1 :]
     metrics = [line["metrics"] for line in lines]
-    tokens = statistics.fmean(line["perf/total_num_tokens"] for line in metrics)
-    return Result(seconds, tokens, peak_gib, metrics)
+    tokens = [step["perf/total_num_tokens"] for step in metrics]
+    return Result.of([line["time"] for line in lines], tokens, footprint, metrics=metrics)
 
 
 def run_trl(case: Case, prompts: Path, steps: int, directory: Path, python: Path, *, vllm: bool) -> Result:
@@ -224,10 +250,10 @@ def run_trl(case: Case, prompts: Path, steps: int, directory: Path, python: Path
         "lr": case.lr,
     }
     command = [str(python), str(PEERS / "trl_grpo.py"), *(f"--{name}={value}" for name, value in arguments.items())]
-    output, peak_gib = run([*command, *(["--vllm"] if vllm else [])], directory / "trl.log", PEER_TIMEOUT_S)
+    command += ["--vllm"] if vllm else []
+    output, footprint = run(command, directory / "trl.log", PEER_TIMEOUT_S)
     report = json.loads(output.splitlines()[-1])
-    tokens = statistics.fmean(report["tokens"])
-    return Result(report["seconds"][WARM_UP_STEPS:], tokens, peak_gib, version=report["version"])
+    return Result.of(report["ends"], report["tokens"], footprint, version=report["version"])
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
@@ -236,7 +262,8 @@ def run_trl(case: Case, prompts: Path, steps: int, directory: Path, python: Path
 def show(name: str, result: Result) -> None:
     spread = f"{min(result.seconds):.2f} to {max(result.seconds):.2f}"
     rate = result.tokens_per_step / result.median_s
-    print(f"{name:22} {result.median_s:6.2f} s a step ({spread}), {rate:,.0f} tokens/s, peak {result.peak_gib:.2f} GiB")
+    print(f"{name:24} {result.median_s:6.2f} s a step ({spread}), {result.cpu_s:.2f} processor seconds a step")
+    print(f"  {rate:,.0f} tokens/s, peak {result.peak_gib:.2f} GiB")
 
 
 def show_phases(steps: list[dict[str, float]]) -> float:
@@ -265,6 +292,7 @@ def main() -> None:
     options = parser.parse_args()
     steps = options.steps + WARM_UP_STEPS
     peers: dict[str, float] = {}
+    peers_cpu: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="megarl-step-") as name:
         directory = Path(name)
         case = {"qwen2_2m": qwen2_2m, "smollm2": smollm2}[options.model](directory)
@@ -286,7 +314,7 @@ def main() -> None:
                     print(f"{label:22} does not run here: {str(error).strip().splitlines()[-1]}")
                     continue
                 show(f"{label} {peer.version}", peer)
-                peers[label] = peer.median_s
+                peers[label], peers_cpu[label] = peer.median_s, peer.cpu_s
     fastest = min(peers, key=peers.__getitem__) if peers else None
     ratio = ours.median_s / peers[fastest] if fastest else None
     result = {
@@ -297,6 +325,8 @@ def main() -> None:
         "holds": None if ratio is None else ratio < 1.0 and share <= CONTROLLER_TARGET,
         "peer": fastest,
         "peers_s": peers,
+        "cpu_s": ours.cpu_s,
+        "peers_cpu_s": peers_cpu,
         "step_s": ours.median_s,
         "tokens_per_s": ours.tokens_per_step / ours.median_s,
         "controller_share": share,

@@ -98,7 +98,7 @@ def main() -> None:
     trainer.train()
     # ``num_tokens`` counts prompts and responses since the start.
     counts = [0.0, *(float(entry["num_tokens"]) for entry in trainer.state.log_history if "num_tokens" in entry)]
-    print(json.dumps({"version": trl.__version__, "seconds": differences(clock.ends), "tokens": differences(counts)}))
+    print(json.dumps({"version": trl.__version__, "ends": clock.ends[1:], "tokens": differences(counts)}))
 
 
 def differences(values: list[float]) -> list[float]:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -98,6 +101,14 @@ def test_an_interrupt_is_130(config: str, loop: ModuleType, capsys: pytest.Captu
     loop.train = raising(KeyboardInterrupt())
     assert cli.main(["train", config]) == 130
     assert capsys.readouterr().err == "megarl: interrupted\n"
+
+
+def test_a_termination_is_143(config: str, loop: ModuleType, capsys: pytest.CaptureFixture[str]):
+    loop.train = lambda loaded: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(10)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["train", config]) == 143
+    assert capsys.readouterr().err == "megarl: terminated by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_unforeseen_error_leaves_its_traceback_in_the_run_and_names_the_cause_last(
