@@ -61,8 +61,10 @@ mkdir -p "$run_dir"
 model=$run_dir/model sft=$run_dir/sft grpo=$run_dir/grpo
 [[ -s $model/config.json && -s $model/tokenizer.json ]] ||
   run "a tiny model and its tokenizer" python -m megarl.models.tiny "$model"
+[[ -s $run_dir/chats.jsonl ]] ||
+  run "chats to imitate" python scripts/arithmetic_chats.py "$run_dir/chats.jsonl"
 [[ -s $sft/summary.json && -s $sft/hf/config.json ]] ||
-  run "supervised warm start" megarl sft sft_tiny model.path="$model" run.dir="$sft" run.seed="$seed"
+  run "supervised warm start" megarl sft sft_tiny model.path="$model" data.train.0.path="$run_dir/chats.jsonl" run.dir="$sft" run.seed="$seed"
 [[ -s $grpo/summary.json ]] ||
   run "GRPO" megarl train grpo_tiny model.path="$sft/hf" run.dir="$grpo" run.seed="$seed" "${overrides[@]}"
 

@@ -36,6 +36,12 @@ GROUP_ESTIMATORS = frozenset(
 """Registered estimators whose baseline is the response's group."""
 OTHER_ESTIMATORS = frozenset({"reinforce_plus_plus", "remax"})
 """Registered estimators that need neither."""
+UNFED_ESTIMATORS = {
+    "remax": "the score of a greedy response to each prompt",
+    "gdpo": "scores per reward component",
+    "optimal_token_baseline": "the sum of squared token probabilities",
+}
+"""Estimators that are pure functions so far: the step does not produce what they read."""
 FIXED_AGGREGATION = {"gspo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
 """Policy losses that are defined for one aggregation only."""
 
@@ -191,6 +197,13 @@ def group_estimator_needs_group(config: TrainConfig) -> Iterator[Breach]:
     if config.algorithm.advantage.kind in GROUP_ESTIMATORS and config.rollout.samples_per_prompt == 1:
         keys = ("rollout.samples_per_prompt", "algorithm.advantage.kind")
         yield Breach(keys, f"samples_per_prompt >= 2 for {config.algorithm.advantage.kind}")
+
+
+def estimator_gets_its_inputs(config: TrainConfig) -> Iterator[Breach]:
+    """An estimator runs only where the step produces what it reads."""
+    kind = config.algorithm.advantage.kind
+    if kind in UNFED_ESTIMATORS:
+        yield Breach(("algorithm.advantage.kind",), f"another estimator: a step has no {UNFED_ESTIMATORS[kind]}")
 
 
 def critic_matches_estimator(config: TrainConfig) -> Iterator[Breach]:
@@ -392,6 +405,7 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
 )
 TRAIN_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
     group_estimator_needs_group,
+    estimator_gets_its_inputs,
     critic_matches_estimator,
     minibatch_divides_batch,
     minibatch_feeds_every_rank,

@@ -140,16 +140,11 @@ class Cluster:
         """Disconnect, end everything that carries the run's mark on this machine, and remove what it left."""
         self.note_shared_memory()
         # Also after a ray.init that was interrupted half-way: it ends the processes that Ray knows of by then.
-        t0=time.monotonic()
         ray.shutdown()
-        t1=time.monotonic()
         leftovers = marked_processes(self.run_id)
-        names=[(p.pid,p.name()) for p in leftovers]
         for process in leftovers:
             _signal(process, signal.SIGTERM)
-        _, al = psutil.wait_procs(leftovers, timeout=_TERM_GRACE_S)
-        alive_names=[p.pid for p in al]
-        t2=time.monotonic()
+        psutil.wait_procs(leftovers, timeout=_TERM_GRACE_S)
         # What is killed may have started others meanwhile.
         for _ in range(_KILL_ROUNDS):
             if not (alive := marked_processes(self.run_id)):
@@ -157,8 +152,6 @@ class Cluster:
             for process in alive:
                 _signal(process, signal.SIGKILL)
             psutil.wait_procs(alive, timeout=_TERM_GRACE_S)
-        t3=time.monotonic()
-        with open("/tmp/fail/close.txt","a") as f: f.write(f"{time.time():.1f} shutdown {t1-t0:.2f} term {t2-t1:.2f} kill {t3-t2:.2f} {names} {alive_names} {self._shared_memory}\n")
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
         remove_unused(self._shared_memory, since_s=self._started_s)

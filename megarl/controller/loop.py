@@ -129,6 +129,7 @@ class Run:
         for step in range(first + 1, config.run.steps + 1):
             set_context(step=step, version=self.version)
             waited_s = self._waited_s()
+            self.session.keep_spans()
             with span("step"):
                 result = policy_step(
                     self.roles,

@@ -21,7 +21,7 @@ from megarl.controller.publish import DeviceTurns, WeightPublisher
 from megarl.controller.rollout import RolloutRole
 from megarl.controller.scoring import RewardRole
 from megarl.data.batch import Batch, Ragged
-from megarl.observability.metrics import Metrics
+from megarl.observability.metrics import Mean, Metrics
 from megarl.train.engine import PolicyUpdate, ValueUpdate
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,14 @@ class ActorRole:
         )
 
     def add_old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with ``old_log_probs``: the policy's log-probs before this step's first update."""
+        """The batch with ``old_log_probs``: the policy's log-probs before this step's first update; and its entropy."""
         columns = self.group.log_probs(
-            batch.only("prompts", "responses"), temperature=self._temperature, with_entropy=False
+            batch.only("prompts", "responses"), temperature=self._temperature, with_entropy=True
         )
-        return batch.add(old_log_probs=columns["log_probs"]), {}
+        entropy = columns["entropy"].values
+        return batch.add(old_log_probs=columns["log_probs"]), {
+            "actor/old_entropy": Mean(float(entropy.double().sum()), len(entropy))
+        }
 
     def update(self, batch: Batch, *, step: int) -> Metrics:
         """``algorithm.epochs`` passes over the batch in minibatches."""

@@ -72,6 +72,7 @@ def run_steps(
     results = dict(session.state.results)
     for step in range(session.state.step + 1, steps + 1):
         set_context(step=step)
+        session.keep_spans()
         with span("step"):
             batch = sft_batch(rows.next(config.data.sequences_per_step))
             with span("update"):

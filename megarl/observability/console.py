@@ -37,19 +37,19 @@ class Column:
 
 
 COLUMNS = (
-    Column("reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
-    Column("accuracy", ("reward/accuracy", "reward/acc", "val/accuracy"), ".3f"),
-    Column("loss", ("actor/loss", "actor/pg_loss"), ".4f"),
+    Column("reward", ("critic/score/mean",), ".3f"),
+    Column("accuracy", ("reward/accuracy", "val/accuracy"), ".3f"),
+    Column("loss", ("actor/loss", "train/loss"), ".4f"),
     Column("val loss", ("val/loss",), ".4f"),
     Column("length", ("response_length/mean",), ".1f"),
     Column("cut", ("response_length/clip_ratio",), ".0%"),
-    Column("kl", ("actor/ppo_kl", "actor/kl"), ".2e"),
-    Column("ref kl", ("actor/kl_loss", "actor/reward_kl_penalty", "reward/kl"), ".2e"),
+    Column("kl", ("actor/ppo_kl",), ".2e"),
+    Column("ref kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".2e"),
     Column("clip", ("actor/pg_clipfrac",), ".2%"),
-    Column("entropy", ("actor/entropy",), ".3f"),
-    Column("grad", ("actor/grad_norm", "grad_norm"), ".2f"),
+    Column("entropy", ("actor/entropy", "actor/old_entropy"), ".3f"),
+    Column("grad", ("actor/grad_norm", "train/grad_norm"), ".2f"),
     Column("mismatch", ("training/rollout_log_probs_diff/mean",), ".1e"),
-    Column("tokens/s", ("perf/throughput", "perf/tokens_per_s"), ",.0f"),
+    Column("tokens/s", ("perf/tokens_per_s",), ",.0f"),
 )
 PHASE_PREFIX = "timing_s/"
 """Metrics under it are seconds per phase; ``timing_s/step`` is the whole step."""

@@ -106,6 +106,13 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
     "group_estimator_needs_group": [
         ("rollout.samples_per_prompt", ["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", *CRITIC])
     ],
+    "estimator_gets_its_inputs": [
+        (
+            "algorithm.advantage.kind",
+            ["algorithm.advantage.kind=remax"],
+            ["algorithm.advantage.kind=rloo"],
+        )
+    ],
     "critic_matches_estimator": [
         ("critic", ["algorithm.advantage.kind=gae"], CRITIC),
         ("critic", ["+critic.warmup_steps=0"], ["+critic.warmup_steps=0", "algorithm.advantage.kind='mine:estimate'"]),
