@@ -155,7 +155,7 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
         finally:
             footprint.stop()
     if process.returncode:
-        raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{log.read_text()[-2000:]}{output[-2000:]}")
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{output[-2000:]}{log.read_text()[-2000:]}")
     return output, footprint
 
 
@@ -183,6 +183,7 @@ def qwen2_2m(directory: Path) -> Case:
         f"actor.layout.dp={os.cpu_count()}",
         "actor.engine.microbatch_tokens=16384",
         "rollout.tp=1",
+        f"rollout.threads_per_rank={os.cpu_count()}",
     )
     return Case("qwen2_2m", "grpo_tiny", model, "float32", 16, 8, 32, 96, 128, 3e-4, overrides)
 
@@ -275,9 +276,6 @@ def show_phases(steps: list[dict[str, float]]) -> float:
             print(f"  {name.removeprefix('timing_s/'):20} {seconds:6.3f} s  {seconds / whole:6.1%}")
     share = statistics.median(step["perf/controller_share"] for step in steps)
     print(f"  controller's own share {share:.1%} of the step (target {CONTROLLER_TARGET:.0%})")
-    mismatch = [step[name] for step in steps if (name := "training/rollout_log_probs_diff/mean") in step]
-    if mismatch:
-        print(f"  mean |rollout - old log-prob| {mismatch[0]:.2e} at the first step measured")
     return share
 
 
@@ -302,7 +300,9 @@ def main() -> None:
         )
         ours = run_megarl(case, prompts, steps, directory, options.set)
         show("megarl", ours)
-        share = show_phases([line for line in ours.metrics if "timing_s/step" in line][WARM_UP_STEPS:])
+        share = show_phases(ours.metrics[WARM_UP_STEPS:])
+        mismatch = ours.metrics[0]["training/rollout_log_probs_diff/mean"]
+        print(f"  mean |rollout - old log-prob| {mismatch:.2e} at step 1")
         if options.no_peer or not options.trl_python.exists():
             print(f"TRL is not measured: {'asked for' if options.no_peer else f'{options.trl_python} does not exist'}")
         else:
@@ -331,6 +331,7 @@ def main() -> None:
         "tokens_per_s": ours.tokens_per_step / ours.median_s,
         "controller_share": share,
         "peak_gib": ours.peak_gib,
+        "rollout_log_probs_diff": mismatch,
     }
     print(json.dumps(result))
 

@@ -16,7 +16,7 @@
 
 Invariants:
 1. Every class survives pickling with all its fields: a Ray error must not hide ours.
-2. ``str(error)`` is the problem, then ``[where]``, then ``Fix: ...``; each on the same line so that logs stay greppable.
+2. ``str(error)`` is the problem, then ``[where]``, then ``Fix: ...``; all on one line, so that logs stay greppable.
 3. The class decides the exit code of the command.
 """
 

@@ -13,10 +13,13 @@ import json
 import random
 from pathlib import Path
 
-import reasoning_gym
+from megarl.data.gym import make_dataset
 
 # Shares of the styles. The model's likeliest answer after imitation is a sentence, which scores nothing.
 STYLES = (("It is {answer}.", 0.75), ("{answer}", 0.25))
+
+# The held-out sums of configs/sft_tiny.yaml and configs/grpo_tiny.yaml, which the warm start must not see.
+HELD_OUT_SEED, HELD_OUT_SIZE = 1001, 200
 
 OPTIONS = {
     "min_terms": 2,
@@ -36,13 +39,17 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=2)
     arguments = parser.parse_args()
-    tasks = reasoning_gym.create_dataset("basic_arithmetic", size=arguments.size, seed=arguments.seed, **OPTIONS)
+    tasks = make_dataset("basic_arithmetic", OPTIONS, size=arguments.size, seed=arguments.seed)
+    held_out = make_dataset("basic_arithmetic", OPTIONS, size=HELD_OUT_SIZE, seed=HELD_OUT_SEED)
+    hidden = {task["question"] for task in held_out}
     rng = random.Random(arguments.seed)
     templates, weights = zip(*STYLES, strict=True)
     arguments.file.parent.mkdir(parents=True, exist_ok=True)
     partial = arguments.file.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as stream:
         for task in tasks:
+            if task["question"] in hidden:
+                continue
             reply = rng.choices(templates, weights)[0].format(answer=task["answer"])
             messages = [{"role": "user", "content": task["question"]}, {"role": "assistant", "content": reply}]
             stream.write(json.dumps({"messages": messages}) + "\n")

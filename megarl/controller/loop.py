@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megarl.config.origin import Loaded
 from megarl.config.schema import TrainConfig
+from megarl.config.schema.data import SourceConfig
 from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.engines import EnginePlan, start_engines
 from megarl.controller.roles import Roles, build_roles, make_estimator, takes_turns
@@ -17,7 +19,7 @@ from megarl.controller.state import RunState
 from megarl.controller.step import StepResult, policy_step
 from megarl.controller.validation import validate
 from megarl.controller.workers import TrainPlan, grid
-from megarl.data.prompts import PromptSource
+from megarl.data.prompts import Prompt, PromptSource
 from megarl.data.sources import open_source
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.observability.logs import set_context
@@ -39,8 +41,8 @@ def train(loaded: Loaded[TrainConfig]) -> int:
     make_estimator(config.algorithm)
     check_weights(config.model)
     tokenizer = load_tokenizer(config.model.path)
-    prompts = prompt_source(config, tokenizer, validation=False)
-    held_out = prompt_source(config, tokenizer, validation=True) if config.data.validation else None
+    held_out = held_out_prompts(config, tokenizer)
+    prompts = training_prompts(config, tokenizer, held_out)
     with open_session(loaded) as session:
         pool = session.hold(RewardPool(**config.reward.model_dump()))
         reward = RewardRole(pool, tokenizer)
@@ -52,22 +54,47 @@ def train(loaded: Loaded[TrainConfig]) -> int:
     return 0
 
 
-def prompt_source(config: TrainConfig, tokenizer: Tokenizer, *, validation: bool) -> PromptSource:
-    """The training or the held-out prompts.
+def held_out_prompts(config: TrainConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """The first ``validation.prompts`` prompts of the held-out sources; none where there are no sources.
 
     Raises:
         DataError: a source is missing, empty, or lacks a column.
     """
+    if not config.data.validation:
+        return []
+    source = _prompt_source(config, config.data.validation, tokenizer, is_held_out=True, held_out=())
+    return source.first(config.validation.prompts)
+
+
+def training_prompts(config: TrainConfig, tokenizer: Tokenizer, held_out: Sequence[Prompt]) -> PromptSource:
+    """The training prompts; a text that is held out is never drawn, whichever source it comes from.
+
+    Raises:
+        DataError: a source is missing, empty, or lacks a column.
+    """
+    texts = {prompt.text for prompt in held_out}
+    return _prompt_source(config, config.data.train, tokenizer, is_held_out=False, held_out=texts)
+
+
+def _prompt_source(
+    config: TrainConfig,
+    sources: Sequence[SourceConfig],
+    tokenizer: Tokenizer,
+    *,
+    is_held_out: bool,
+    held_out: Collection[str],
+) -> PromptSource:
     data = config.data
     return PromptSource(
-        [open_source(source.model_dump()) for source in (data.validation if validation else data.train)],
+        [open_source(source.model_dump()) for source in sources],
         tokenizer,
         max_prompt_tokens=data.max_prompt_tokens,
-        overlong="drop" if validation and data.overlong == "error" else data.overlong,
+        overlong="drop" if is_held_out and data.overlong == "error" else data.overlong,
         system_prompt=data.system_prompt,
         apply_chat_template=data.apply_chat_template,
         seed=config.run.seed,
-        shuffle=data.shuffle and not validation,
+        shuffle=data.shuffle and not is_held_out,
+        held_out=held_out,
     )
 
 
@@ -108,14 +135,14 @@ class Run:
         roles: Roles,
         groups: dict[str, WorkerGroup],
         prompts: PromptSource,
-        held_out: PromptSource | None,
+        held_out: Sequence[Prompt],
     ) -> None:
         self.session = session
         self.config = config
         self.roles = roles
         self.groups = groups
         self.prompts = prompts
-        self.held_out = None if held_out is None else held_out.first(config.validation.prompts)
+        self.held_out = held_out
         self.version = session.state.version
         self.results = dict(session.state.results)
         if session.state.prompts:

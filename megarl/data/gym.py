@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -19,8 +20,11 @@ def make_dataset(task: str, options: Mapping[str, Any], *, size: int, seed: int)
     where = f"reasoning_gym task {task}"
     try:
         # Imported here: it takes a second, and neither file sources nor other rewards need it.
-        gym = importlib.import_module("reasoning_gym")
-        tasks = importlib.import_module("reasoning_gym.factory").DATASETS
+        with warnings.catch_warnings():
+            # A dependency of it compares strings with "is", which Python reports when it compiles that file.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            gym = importlib.import_module("reasoning_gym")
+            tasks = importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError as error:
         raise DataError(
             f"reasoning-gym cannot be imported: {error}", where=where, fix="pip install reasoning-gym"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ class PromptSource(Stream[Prompt]):
         apply_chat_template: render with the tokenizer's template, or tokenize the text as it is.
         seed: of the order.
         shuffle: visit in a permutation, another one each epoch.
+        held_out: rendered texts that are never drawn, such as those of the validation; counted as dropped.
 
     Raises:
         DataError: no source, an empty one, or a first row that cannot be rendered.
@@ -65,8 +66,10 @@ class PromptSource(Stream[Prompt]):
         apply_chat_template: bool = True,
         seed: int = 0,
         shuffle: bool = True,
+        held_out: Collection[str] = (),
     ) -> None:
         super().__init__(sources, seed=seed, shuffle=shuffle)
+        self._held_out = frozenset(held_out)
         self._tokenizer = tokenizer
         self._max_tokens = max_prompt_tokens
         self._overlong = overlong
@@ -95,6 +98,8 @@ class PromptSource(Stream[Prompt]):
         )
 
     def _fit(self, item: Prompt, where: str) -> Prompt | None:
+        if item.text in self._held_out:
+            return None
         length = len(item.token_ids)
         if length <= self._max_tokens:
             return item

@@ -67,7 +67,10 @@ class Stream(ABC, Generic[Item]):
                 self._counts["dropped"] += 1
                 dropped_in_a_row += 1
                 if dropped_in_a_row >= 2 * len(self):
-                    raise DataError(f"all {self.noun} are longer than allowed", fix="raise the limit on tokens in data")
+                    raise DataError(
+                        f"no {self.noun} are left: all are longer than allowed, or held out for validation",
+                        fix="raise the limit on tokens in data, or validate on other data",
+                    )
                 continue
             dropped_in_a_row = 0
             self._counts["truncated"] += fitted is not made

@@ -59,23 +59,6 @@ def ppo(place: Path, overrides: list[str]) -> Run:
     return finished("train", "ppo_tiny", place / "ppo", *overrides, *options)
 
 
-@pytest.fixture(scope="module")
-def bypass(place: Path, overrides: list[str]) -> Run:
-    """Actor DP 2, two engines of TP 1, KL in the loss, the engine's log-probs taken as the old ones."""
-    options = [
-        "run.steps=2",
-        *layout("actor", (1, 1, 2)),
-        "rollout.tp=1",
-        "rollout.replicas=2",
-        "algorithm.old_log_probs=bypass",
-        "algorithm.minibatch_size=null",
-        "algorithm.kl.where=loss",
-        "algorithm.policy_loss.entropy_coef=0.01",
-        "algorithm.policy_loss.aggregation=seq-mean-token-mean",
-    ]
-    return finished("train", "grpo_tiny", place / "bypass", *overrides, *options)
-
-
 def computed(numbers: dict[str, float]) -> dict[str, float]:
     """What does not depend on the clock."""
     measured = ("timing_s/", "perf/", "rollout/tokens_per_s", "weight_sync/")
@@ -111,12 +94,6 @@ def test_a_step_reports_what_a_person_looks_for(grpo: Run):
         assert 0 < numbers["actor/grad_norm"] < 100
         assert numbers["critic/score/min"] <= numbers["critic/score/mean"] <= numbers["critic/score/max"]
     assert list(grpo.validations) == [0, 3, 4]
-
-
-def test_the_model_changes(grpo: Run):
-    """With a learning rate of 3e-4 the reward of a random model rises within steps or at least does not stand still."""
-    scores = [numbers["critic/score/mean"] for numbers in grpo.steps.values()]
-    assert len(set(scores)) > 1
 
 
 def test_the_run_directory_holds_what_its_documentation_says(grpo: Run):
@@ -174,21 +151,9 @@ def test_kl_in_the_reward_is_zero_until_the_policy_moves(ppo: Run):
     penalties = [numbers["actor/reward_kl_penalty"] for numbers in ppo.steps.values()]
     assert penalties[:2] == pytest.approx([0.0, 0.0], abs=1e-6)
     assert penalties[2] > 0
-
-
-def test_bypass_takes_the_engines_log_probs(bypass: Run):
-    for numbers in bypass.steps.values():
-        assert MISMATCH not in numbers
-        # One update a step: the policy that is updated is the one that sampled, as far as both agree.
-        assert abs(numbers["actor/ppo_kl"]) < 1e-5
-        assert numbers["actor/pg_clipfrac"] == 0
-
-
-def test_kl_in_the_loss_is_zero_until_the_policy_moves(bypass: Run):
-    first, second = (numbers["actor/kl_loss"] for numbers in bypass.steps.values())
-    assert first == pytest.approx(0.0, abs=1e-6)
-    assert second > 0
-    assert all(numbers["actor/entropy"] > 1 for numbers in bypass.steps.values())
+    # The adaptive coefficient sinks while the KL is below its target.
+    coefficients = [numbers["actor/reward_kl_penalty_coeff"] for numbers in ppo.steps.values()]
+    assert 0.1 == pytest.approx(coefficients[0]) and coefficients[0] > coefficients[1] > coefficients[2]
 
 
 def test_sft_lowers_the_loss_and_exports(place: Path, overrides: list[str]):

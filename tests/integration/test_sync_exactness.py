@@ -34,6 +34,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 UPDATES = 5
 
+MISMATCH = "training/rollout_log_probs_diff/mean"
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -83,35 +85,41 @@ def chosen(log_probs: Sequence[torch.Tensor], samples: Batch) -> torch.Tensor:
 
 
 CASES = [
-    pytest.param((1, 1, 2), 2, True, id="dp2-to-tp2-tied"),
-    pytest.param((2, 1, 1), 1, False, id="tp2-to-tp1-untied", marks=pytest.mark.slow),
-    pytest.param((2, 2, 1), 2, False, id="tp2-pp2-to-tp2-untied", marks=pytest.mark.slow),
-    pytest.param((1, 2, 1), 1, True, id="pp2-to-tp1-tied", marks=pytest.mark.slow),
+    pytest.param((1, 1, 2), 1, 2, True, id="dp2-to-two-engines-tied"),
+    pytest.param((2, 1, 1), 2, 1, True, id="tp2-to-tp2-tied", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1), 1, 1, False, id="tp2-to-tp1-untied", marks=pytest.mark.slow),
+    pytest.param((2, 2, 1), 2, 1, False, id="tp2-pp2-to-tp2-untied", marks=pytest.mark.slow),
+    pytest.param((1, 2, 1), 1, 1, True, id="pp2-to-tp1-tied", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("degrees", "rollout_tp", "is_tied"), CASES)
+@pytest.mark.parametrize(("degrees", "rollout_tp", "replicas", "is_tied"), CASES)
 def test_greedy_tokens_and_log_probs_equal_the_exported_models(
-    tmp_path: Path, degrees: tuple[int, int, int], rollout_tp: int, is_tied: bool
+    tmp_path: Path, degrees: tuple[int, int, int], rollout_tp: int, replicas: int, is_tied: bool
 ):
     # Wide initial weights: the likeliest token leads by far more than the engines differ.
     config = tiny_config(num_hidden_layers=2, initializer_range=0.15, tie_word_embeddings=is_tied)
     write_tiny(tmp_path / "model", config)
     options = [
-        f"run.dir={tmp_path / 'run'}", *layout("actor", degrees), f"rollout.tp={rollout_tp}", "logging.console=off",
-        "logging.tensorboard=false", "actor.optimizer.lr=3e-3", "algorithm.minibatch_size=null",
+        f"run.dir={tmp_path / 'run'}", *layout("actor", degrees), f"rollout.tp={rollout_tp}",
+        f"rollout.replicas={replicas}", "logging.console=off", "logging.tensorboard=false",
+        "actor.optimizer.lr=3e-3", "algorithm.minibatch_size=null", "algorithm.kl.where=loss", "algorithm.kl.coef=0.01",
+        "algorithm.policy_loss.entropy_coef=0.01",
     ]  # fmt: skip
     with started([*small(tmp_path / "model", write_prompts(tmp_path / "prompts.jsonl")), *options]) as parts:
         asked, greedy = parts.prompts.first(8), parts.roles.rollout.greedy(parts.roles.rollout.sampling)
         before: Exported | None = None
+        distances = []
         for step in range(1, UPDATES + 1):
             result = policy_step(parts.roles, parts.prompts.next(8), parts.config, step=step, version=step - 1)
+            numbers = values(result.metrics)
             assert result.version == step
-            assert values(result.metrics)["training/rollout_log_probs_diff/mean"] < 1e-4
+            assert numbers[MISMATCH] < 1e-4
+            distances.append(numbers["actor/kl_loss"])
+
             samples = parts.roles.rollout.sample(asked, greedy, n=1, step=step, stream=1)
             parts.groups["actor"].export_hf(tmp_path / f"hf-{step}")
             exported = Exported(tmp_path / f"hf-{step}")
-
             expected = exported.log_probs(samples)
             assert {span.version for spans in samples["weight_versions"] for span in spans} == {step}
             assert samples["responses"].values.tolist() == torch.cat(expected).argmax(-1).tolist()
@@ -122,3 +130,20 @@ def test_greedy_tokens_and_log_probs_equal_the_exported_models(
             if before is not None:  # an update that did not arrive would show
                 assert (served - chosen(before.log_probs(samples), samples)).abs().max() > 1e-2
             before = exported
+        # The reference stays what the policy was.
+        assert distances[0] == pytest.approx(0.0, abs=1e-6)
+        assert min(distances[1:]) > 1e-4
+        assert_bypass(parts, version=UPDATES)
+
+
+def assert_bypass(parts: Parts, *, version: int) -> None:
+    """One more step, with the engines' log-probs taken for the old ones."""
+    algorithm = parts.config.algorithm.model_copy(update={"old_log_probs": "bypass"})
+    config = parts.config.model_copy(update={"algorithm": algorithm})
+    result = policy_step(parts.roles, parts.prompts.next(8), config, step=version + 1, version=version)
+    numbers = values(result.metrics)
+    assert MISMATCH not in numbers
+    assert result.batch["old_log_probs"].equal(result.batch["rollout_log_probs"])
+    # One update a step: the policy that is updated is the one that sampled, as far as both agree.
+    assert abs(numbers["actor/ppo_kl"]) < 1e-4
+    assert numbers["actor/pg_clipfrac"] == 0

@@ -175,7 +175,8 @@ class ValueObjective:
             response_mask=mask,
             clip=self.update.clip_value,
         )
-        return aggregate(result.loss, mask, "token-mean", denominators=denominators), dict(result.metrics)
+        loss = aggregate(result.loss, mask, "token-mean", denominators=denominators)
+        return loss, {**result.metrics, "critic/vf_loss": share_metric(loss, numbers, denominators)}
 
 
 class SftObjective:

@@ -83,6 +83,18 @@ def test_changed_data_is_refused_on_resume(tmp_path, change, message):
     assert "restore the data of the checkpoint" in str(raised.value)
 
 
+def test_a_text_that_is_held_out_is_never_drawn(tmp_path):
+    source = _file(tmp_path, "a", 6)
+    first, second = _stream(source, shuffle=False).first(2)
+    training = _stream(source, held_out={first.text, second.text})
+    drawn = [prompt.text for prompt in training.next(12)]
+    assert not {first.text, second.text} & set(drawn)
+    assert len(set(drawn)) == 4
+    assert training.metrics()["data/prompts_dropped"].value() >= 2
+    with pytest.raises(DataError, match="held out for validation"):
+        _stream(source, held_out={prompt.text for prompt in _stream(source).first(6)}).next(1)
+
+
 def test_overlong_prompts_are_an_error_dropped_or_cut_and_counted(tmp_path):
     sources = (_file(tmp_path, "a", 4), _file(tmp_path, "long", 4, length=40))
     with pytest.raises(DataError, match=r"has 46 tokens, at most 20 .*long.jsonl:1.*max_prompt_tokens"):
@@ -94,7 +106,7 @@ def test_overlong_prompts_are_an_error_dropped_or_cut_and_counted(tmp_path):
     _, long = cutting.next(2)
     assert len(long.token_ids) == 20 and long.token_ids[-1] == char_tokenizer().convert_tokens_to_ids("<|assistant|>")
     assert cutting.metrics()["data/prompts_truncated"].value() == 1
-    with pytest.raises(DataError, match="all prompts are longer"):
+    with pytest.raises(DataError, match="no prompts are left: all are longer"):
         _stream(_file(tmp_path, "long", 4, length=40), overlong="drop").next(1)
 
 
