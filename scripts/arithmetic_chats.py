@@ -19,13 +19,13 @@ from megarl.data.gym import make_dataset
 STYLES = (("It is {answer}.", 0.75), ("{answer}", 0.25))
 
 # The held-out sums of configs/sft_tiny.yaml and configs/grpo_tiny.yaml, which the warm start must not see.
-HELD_OUT_SEED, HELD_OUT_SIZE = 1001, 200
+HELD_OUT_SEED, HELD_OUT_SIZE = 1001, 100
 
 OPTIONS = {
-    "min_terms": 2,
-    "max_terms": 2,
+    "min_terms": 3,
+    "max_terms": 3,
     "min_digits": 1,
-    "max_digits": 2,
+    "max_digits": 1,
     "operators": ["+"],
     "allow_parentheses": False,
     "allow_negation": False,

@@ -91,6 +91,8 @@ class Cluster:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 # Ray starts workers at niceness 15: anything else on the machine would starve the run.
                 "RAY_worker_niceness": "0",
+                # Idle workers that Ray starts in advance are never used: those of the run have their own environment.
+                "RAY_prestart_worker_first_driver": "0",
             }
         )
         try:
@@ -107,11 +109,15 @@ class Cluster:
                 object_store_memory=self._object_store_bytes(),
                 _temp_dir=str(self._temporary),
             )
-        except (OSError, RuntimeError, ValueError) as error:  # what Ray raises for what it does not find or get
+        except Exception as error:
+            # What Ray raises for what it does not find or get; and, bare, for a node that is not up after 30 s.
+            if not isinstance(error, OSError | RuntimeError | ValueError) and type(error) is not Exception:
+                raise
             raise SetupError(
                 f"Ray did not start: {(str(error).splitlines() or [type(error).__name__])[0]}",
                 where=str(self._temporary or tempfile.gettempdir()),
-                fix="the directory for temporary files needs space and a short path: set TMPDIR=/tmp or another",
+                fix="the directory for temporary files needs space and a short path: set TMPDIR=/tmp or another; if "
+                "Ray came up too slowly, start again when the machine has less to do",
             ) from error
 
     def _set(self, variables: dict[str, str]) -> None:

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.observability.logs import LogContext, set_context
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """A session opened in the test's process sends its logs to the terminal and a file; other tests get neither."""
+    root, megarl = logging.getLogger(), logging.getLogger("megarl")
+    handlers, level = list(root.handlers), megarl.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
+    megarl.setLevel(level)
+    set_context(**{name: getattr(LogContext(), name) for name in LogContext.__slots__})
