@@ -150,7 +150,8 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            process.terminate()
+            process.wait()
             raise RuntimeError(f"{command[0]} did not end within {timeout_s:.0f} s") from None
         finally:
             footprint.stop()
