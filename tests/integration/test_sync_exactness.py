@@ -14,7 +14,7 @@ import torch
 from megarl.config.load import load_train
 from megarl.config.schema import TrainConfig
 from megarl.controller.dispatch import WorkerGroup
-from megarl.controller.loop import prompt_source, start_roles
+from megarl.controller.loop import start_roles, training_prompts
 from megarl.controller.roles import Roles
 from megarl.controller.scoring import RewardRole
 from megarl.controller.session import open_session
@@ -53,7 +53,7 @@ def started(overrides: Sequence[str]) -> Iterator[Parts]:
     loaded = load_train("grpo_tiny", list(overrides))
     config = loaded.config
     tokenizer = load_tokenizer(config.model.path)
-    prompts = prompt_source(config, tokenizer, validation=False)
+    prompts = training_prompts(config, tokenizer, ())
     with open_session(loaded) as session:
         pool = session.hold(RewardPool(**config.reward.model_dump()))
         roles, groups = start_roles(session, config, RewardRole(pool, tokenizer))
