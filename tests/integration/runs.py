@@ -19,8 +19,8 @@ from megarl.models.tiny import main as write_tiny
 
 ROOT = Path(__file__).parents[2]
 
-LETTERS = f"{Path(__file__).parent / 'letters_reward.py'}:few_letters"
-"""Path of a reward that a random model learns within some ten steps."""
+REWARDS = Path(__file__).parent / "letters_reward.py"
+"""``few_letters``, which a random model learns within some ten steps, and ``some_letter``, which it often gets."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def small(model: Path, prompts: Path) -> list[str]:
         "rollout.max_num_seqs=32",
         "algorithm.minibatch_size=16",
         "reward.kind=function",
-        f"reward.path={LETTERS}",
+        f"reward.path={REWARDS}:few_letters",
         "reward.workers=1",
         "validation.prompts=16",
         "validation.every_steps=null",

@@ -8,9 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import Run, finished, layout, small, sources, write_model, write_prompts
+from tests.integration.runs import REWARDS, Run, finished, layout, small, sources, write_model, write_prompts
 
 MISMATCH = "training/rollout_log_probs_diff/mean"
+
+PPO = [
+    "run.steps=3",
+    *layout("actor", (1, 2, 1)),
+    "rollout.tp=1",
+    "algorithm.kl.where=reward",
+    "algorithm.kl.coef=0.1",
+    "algorithm.kl.adaptive=true",
+    "critic.warmup_steps=1",
+    "algorithm.epochs=2",
+    "checkpoint.every_steps=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +32,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def overrides(place: Path) -> list[str]:
-    return small(write_model(place / "model"), write_prompts(place / "prompts.jsonl"))
+    # An accuracy that is neither 0 nor 1 from the start.
+    often = [f"reward.path={REWARDS}:some_letter", "validation.temperature=1.0"]
+    return [*small(write_model(place / "model"), write_prompts(place / "prompts.jsonl")), *often]
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +60,7 @@ def resumed(place: Path, grpo: Run, overrides: list[str]) -> Run:
 @pytest.fixture(scope="module")
 def ppo(place: Path, overrides: list[str]) -> Run:
     """PPO: actor PP 2, critic on one rank, rollout TP 1, KL in the reward, one step in which only the critic learns."""
-    options = [
-        "run.steps=3",
-        *layout("actor", (1, 2, 1)),
-        "rollout.tp=1",
-        "algorithm.kl.where=reward",
-        "algorithm.kl.coef=0.1",
-        "algorithm.kl.adaptive=true",
-        "critic.warmup_steps=1",
-        "algorithm.epochs=2",
-    ]
-    return finished("train", "ppo_tiny", place / "ppo", *overrides, *options)
+    return finished("train", "ppo_tiny", place / "ppo", *overrides, *PPO)
 
 
 def computed(numbers: dict[str, float]) -> dict[str, float]:
@@ -105,6 +109,7 @@ def test_the_run_directory_holds_what_its_documentation_says(grpo: Run):
     assert grpo.checkpoints == ["step_000002", "step_000004"]
     assert json.loads((directory / "checkpoints" / "latest").read_text()) == "step_000004"
     assert grpo.summary["steps"] == 4
+    assert 0 < grpo.summary["accuracy_start"] < 1
     assert grpo.summary["accuracy_start"] == grpo.validations[0]["val/accuracy"]
     assert grpo.summary["accuracy_end"] == grpo.validations[4]["val/accuracy"]
 
@@ -134,6 +139,15 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(grpo: Run, resumed: R
     assert states[0] == states[1]
     kept = ("steps", "version", "accuracy_start", "accuracy_end")
     assert [resumed.summary[name] for name in kept] == [grpo.summary[name] for name in kept]
+
+
+@pytest.mark.slow
+def test_critic_reference_and_kl_controller_go_on_where_they_were(tmp_path: Path, ppo: Run, overrides: list[str]):
+    """Into another directory, from a checkpoint by its path."""
+    start = f"run.resume={ppo.directory / 'checkpoints' / 'step_000002'}"
+    run = finished("train", "ppo_tiny", tmp_path / "run", *overrides, *PPO, start)
+    assert list(run.steps) == [3]
+    assert computed(run.steps[3]) == pytest.approx(computed(ppo.steps[3]), rel=1e-4, abs=1e-5)
 
 
 def test_ppo_trains_a_critic_of_its_own_layout(ppo: Run):

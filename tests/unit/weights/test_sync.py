@@ -96,13 +96,13 @@ def test_a_failure_is_named_commits_nowhere_and_heals(fault, where, words):
 
 
 def test_a_sender_that_does_not_come_ends_the_update_at_its_time_out():
-    run = Run(timeout_s=1.5)
+    run = Run(timeout_s=4.0)
     run.session.publish(0)
     run.trainers[0].fault = "absent"
     started = time.monotonic()
     with pytest.raises(SyncError, match="no data within the time-out"):
         run.session.publish(1)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 20
     assert [engine.version for engine in run.engines] == [0, 0]
     run.trainers[0].fault = ""
     run.session.publish(2)
