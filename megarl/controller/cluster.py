@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import shutil
@@ -87,7 +88,7 @@ class Cluster:
         self._set(
             {
                 # Without it Ray would write a token into the user's home.
-                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+                "RAY_AUTH_TOKEN": _token(),
                 "RAY_USAGE_STATS_ENABLED": "0",
                 # Ray starts workers at niceness 15: anything else on the machine would starve the run.
                 "RAY_worker_niceness": "0",
@@ -162,6 +163,12 @@ class Cluster:
             shutil.rmtree(self._temporary, ignore_errors=True)
         remove_unused(self._shared_memory, since_s=self._started_s)
         env.restore(self._before)
+
+
+@functools.cache
+def _token() -> str:
+    """Ray reads its token once in the life of a process: clusters that one process starts in turn share it."""
+    return secrets.token_hex(32)
 
 
 def marked_processes(run_id: str) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,9 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sums")
     subprocess.run([sys.executable, "-m", "megarl.models.tiny", str(place / "model")], cwd=ROOT, check=True)
     chats = place / "chats.jsonl"
-    subprocess.run([sys.executable, "scripts/arithmetic_chats.py", str(chats)], cwd=ROOT, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # the checkout, whether it is installed or not
+    script = [sys.executable, "scripts/arithmetic_chats.py", str(chats)]
+    subprocess.run(script, cwd=ROOT, env=environment, check=True)
     options = [f"model.path={place / 'model'}", f"data.train.0.path={chats}", "logging.console=plain"]
     return finished("sft", "sft_tiny", place / "sft", *options, timeout_s=500).directory / "hf"
 
@@ -83,4 +86,4 @@ def test_a_model_that_has_seen_sums_learns_to_solve_them(tmp_path: Path, warm_st
     preset, options = CASES[case]
     every = ["validation.every_steps=null", f"model.path={warm_start}"]
     start, end = accuracies(finished("train", preset, tmp_path / "run", *UNSAVED, *every, *options))
-    assert end > start + 0.1
+    assert end > start + 0.25

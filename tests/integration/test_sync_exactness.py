@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ def started(overrides: Sequence[str]) -> Iterator[Parts]:
         pool = session.hold(RewardPool(**config.reward.model_dump()))
         roles, groups = start_roles(session, config, RewardRole(pool, tokenizer))
         yield Parts(config, roles, groups, prompts)
+    # Ray leaves its handles of ended processes to the garbage collector, which warns of them: not at some later time.
+    gc.collect()
 
 
 class Exported:
