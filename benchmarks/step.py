@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -150,10 +151,12 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
             raise RuntimeError(f"{command[0]} did not end within {timeout_s:.0f} s") from None
         finally:
+            # Whatever ended the wait: nothing that was started stays behind.
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
             footprint.stop()
     if process.returncode:
         raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{output[-2000:]}{log.read_text()[-2000:]}")
@@ -241,6 +244,7 @@ def run_trl(case: Case, prompts: Path, steps: int, directory: Path, python: Path
     arguments = {
         "model": case.model,
         "prompts": prompts,
+        "output": directory / "trl",
         "steps": steps,
         "rows": case.prompts * case.group,
         "group": case.group,
@@ -289,6 +293,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides of megarl's run")
     parser.add_argument("--no-peer", action="store_true", help="measure megarl alone")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     steps = options.steps + WARM_UP_STEPS
     peers: dict[str, float] = {}
     peers_cpu: dict[str, float] = {}

@@ -13,6 +13,7 @@ the others work without it.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import sys
 import time
@@ -21,12 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megarl
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, SetupError
 from megarl.platform import signals
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +61,16 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; Python would complain while closing stdout
         return 0
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            return _unforeseen(error, run_dir)
+        full = SetupError(
+            f"no space is left to write on: {error.strerror}",
+            where=error.filename or "".join(run_dir) or None,
+            fix="free space there; the same command goes on from the last checkpoint",
+        )
+        print(f"megarl: SetupError: {full}", file=sys.stderr)
+        return full.exit_code
     except Exception as error:  # the process entry point: the last line must name the cause
         return _unforeseen(error, run_dir)
 

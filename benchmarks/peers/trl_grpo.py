@@ -41,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="folder for what TRL writes")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--rows", type=int, required=True, help="responses a step")
     parser.add_argument("--group", type=int, required=True)
@@ -62,7 +63,7 @@ def main() -> None:
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows])
     clock = Clock()
     config = GRPOConfig(
-        output_dir="/tmp/megarl-benchmark-trl",
+        output_dir=str(options.output),
         max_steps=options.steps,
         per_device_train_batch_size=options.microbatch_rows,
         gradient_accumulation_steps=options.rows // options.microbatch_rows,

@@ -119,12 +119,12 @@ def uneven_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
 
 
 def decay_has_an_end(config: AnyConfig) -> Iterator[Breach]:
-    """A linear or cosine decay ends at decay_steps, after the warm-up, at a rate not above the peak."""
+    """A linear or cosine decay ends after the warm-up, at a rate not above the peak."""
     for role, part in _trained(config):
         schedule, prefix = part.optimizer.schedule, f"{role}.optimizer.schedule"
         if schedule.kind == "constant":
             continue
-        if schedule.decay_steps is None or schedule.decay_steps <= schedule.warmup_steps:
+        if schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
             keys = (f"{prefix}.decay_steps", f"{prefix}.kind", f"{prefix}.warmup_steps")
             yield Breach(keys, f"decay_steps > warmup_steps for a {schedule.kind} schedule")
         if schedule.min_lr > part.optimizer.lr:

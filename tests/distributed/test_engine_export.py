@@ -97,6 +97,22 @@ def test_an_exported_critic_keeps_its_head(ranks: RankPool, model_dir: Path, tmp
     torch.testing.assert_close(again.values, expected.values, rtol=1e-4, atol=1e-5)
 
 
+def test_transformers_reads_an_exported_critic_as_a_score_of_one_label(
+    ranks: RankPool, model_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    target = tmp_path / "exported"
+    (expected,) = ranks(1).run(train_and_export, ParallelLayout(), model_dir, target, "value")
+    model = AutoModelForSequenceClassification.from_pretrained(target, dtype=torch.float32)
+    batch = recorded_batch(model.config.vocab_size)
+    prompt, response = batch["prompts"][0], batch["responses"][0]
+    with torch.no_grad():
+        hidden = model.model(torch.cat([prompt, response])[None]).last_hidden_state[0, len(prompt) - 1 : -1]
+        actual = model.score(hidden).squeeze(1)
+    torch.testing.assert_close(actual, expected[0], rtol=1e-4, atol=1e-4)
+
+
 def fail_to_export(rank: Rank, layout: ParallelLayout, target: Path) -> str | None:
     engine = make_engine(QWEN2, rank.start(layout), trained=False)
     original = SafetensorsWriter.write_box

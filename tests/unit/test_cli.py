@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -120,6 +121,16 @@ def test_an_unforeseen_error_leaves_its_traceback_in_the_run_and_names_the_cause
     log = tmp_path / "run" / "crash.log"
     assert err.splitlines() == [f"megarl: ZeroDivisionError: division by zero (unforeseen; traceback: {log})"]
     assert "Traceback (most recent call last)" in log.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 3), (errno.EDQUOT, 3), (errno.EIO, 1)])
+def test_a_full_disk_is_a_foreseen_end(
+    config: str, tmp_path: Path, loop: ModuleType, capsys: pytest.CaptureFixture[str], number: int, code: int
+):
+    loop.train = raising(OSError(number, os.strerror(number)))
+    assert cli.main(["train", config]) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ("free space" in last and str(tmp_path / "run") in last) == (code == 3)
 
 
 def test_without_a_run_directory_the_traceback_is_shown_first(

@@ -17,7 +17,7 @@ class ScheduleConfig(StrictModel):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the rate rises linearly from zero."""
     decay_steps: int | None = Field(None, ge=1)
-    """Optimizer steps at which the decay reaches min_lr; required by linear and cosine."""
+    """Optimizer steps at which the decay reaches min_lr; null is the last one of the run."""
     min_lr: float = Field(0.0, ge=0)
     """Rate at the end of the decay and after it."""
 

@@ -8,8 +8,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +81,8 @@ def export_hf(
 
     def commit() -> None:
         if groups.rank == 0 and writer is not None:
-            writer.commit(copy_from=copy_from)
+            config = _critic_config(copy_from) if value_head and copy_from is not None else None
+            writer.commit(config=config, copy_from=copy_from)
 
     try:
         for phase in (allocate, write, commit):
@@ -88,6 +91,15 @@ def export_hf(
         if groups.rank == 0 and writer is not None:
             writer.abort()
         raise
+
+
+def _critic_config(source: Path) -> Mapping[str, Any]:
+    """The model's configuration as that of a critic, whose head `transformers` knows as a score of one label."""
+    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["architectures"] = [
+        name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures", [])
+    ]
+    return {**config, "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
 def _together(phase: Callable[[], None], groups: ParallelGroups) -> None:

@@ -33,7 +33,7 @@ def learning_rate(update: int, peak: float, schedule: ScheduleConfig, total_upda
         update: number of updates applied before it.
         peak: highest rate.
         schedule: shape of the schedule.
-        total_updates: stands in for ``decay_steps`` where the schedule gives none.
+        total_updates: planned updates of the run; stands in for ``decay_steps`` where the schedule gives none.
 
     Raises:
         ConfigError: a decaying schedule without any number of steps.

@@ -46,7 +46,6 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         )
     ],
     "decay_has_an_end": [
-        ("actor.optimizer.schedule.decay_steps", [LINEAR], [LINEAR, "actor.optimizer.schedule.decay_steps=9"]),
         (
             "actor.optimizer.schedule.decay_steps",
             [LINEAR, "actor.optimizer.schedule.decay_steps=5", "actor.optimizer.schedule.warmup_steps=5"],
