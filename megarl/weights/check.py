@@ -1,4 +1,4 @@
-"""Proof that the regions of all ranks hold every canonical element, and fill every parameter, exactly once.
+"""Proof that regions hold every canonical element once, and that a plan writes every destination element once.
 
 Loads no torch.
 
@@ -14,10 +14,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megarl.errors import LayoutError
+from megarl.errors import LayoutError, PlanError
 from megarl.models.rules import NamingScheme, Rule, template_pattern
 from megarl.weights.layout import parameter_shapes
-from megarl.weights.region import Box, Region, Shape, local_box, overlapping_pairs, volume, whole
+from megarl.weights.plan import REPLICA, TIED, Copy, Plan
+from megarl.weights.region import (
+    Box,
+    Region,
+    Shape,
+    contains,
+    contiguous_strides,
+    local_box,
+    overlapping_pairs,
+    union_volume,
+    volume,
+    whole,
+)
 
 _SHOWN = 20
 
@@ -63,11 +75,59 @@ def check_complete(ranks: Mapping[int, Sequence[Region]], shapes: Mapping[str, S
         problems += _tensor_problems(name, shapes[name], boxes)
     padding: dict[tuple[int, str], int] = {}
     for rank, regions in ranks.items():
-        problems += _rank_problems(rank, regions, padding)
+        problems += _rank_problems(f"rank {rank}", rank, regions, padding)
     if problems:
         raise LayoutError("the regions are not complete: " + _listing(problems))
     copies = sum(volume(box) * (len(replicas) - 1) for boxes in held.values() for box, replicas in boxes.items())
     return Coverage(sum(prod(shape) for shape in shapes.values()), copies, padding)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a checked plan does.
+
+    Args:
+        num_elements: elements written, over all destinations.
+        num_dropped: source elements that are not sent, over all sources.
+        padding: elements of destination parameters that no region fills, by (rank, parameter); they are zero.
+    """
+
+    num_elements: int
+    num_dropped: int
+    padding: Mapping[tuple[int, str], int]
+
+
+def check_plan(plan: Plan) -> Proof:
+    """Proves a plan complete, from its regions and copies alone.
+
+    1. Every copy lies inside its source and its destination region, which are of its tensor.
+    2. The copies into a destination region are disjoint and fill it; regions of a parameter are disjoint. Hence every
+       destination element is written exactly once, but for padding, which is listed.
+    3. What a source region holds is sent or in ``dropped``, and so is what its parameter holds beside its regions. A
+       dropped replica is sent by another rank.
+
+    Raises:
+        PlanError: listing every violation with tensor and ranks.
+    """
+    problems: list[str] = []
+    into: dict[tuple[int, int], list[Box]] = {}
+    out: dict[tuple[int, int], set[Box]] = {}
+    for copy in plan.copies:
+        found = _copy_problems(plan, copy)
+        problems += found
+        if not found:
+            into.setdefault((copy.destination, copy.destination_region), []).append(copy.box)
+            out.setdefault((copy.source, copy.source_region), set()).add(copy.box)
+    padding: dict[tuple[int, str], int] = {}
+    for rank, regions in plan.destinations.items():
+        for index, region in enumerate(regions):
+            problems += _filling_problems(rank, region, into.get((rank, index), []))
+        problems += _rank_problems(f"destination rank {rank}", rank, regions, padding)
+    problems += _dropped_problems(plan, out)
+    if problems:
+        raise PlanError("the plan is not complete: " + _listing(problems))
+    written = sum(volume(box) for boxes in into.values() for box in boxes)
+    return Proof(written, sum(entry.num_elements for entry in plan.dropped), padding)
 
 
 def check_names(regions: Iterable[Region], actual: Mapping[str, Shape]) -> None:
@@ -136,6 +196,70 @@ def match_rules(names: Iterable[str], rules: Sequence[Rule], naming: NamingSchem
     return matched
 
 
+def _copy_problems(plan: Plan, copy: Copy) -> list[str]:
+    problems: list[str] = []
+    for side, rank, index in (
+        (plan.sources, copy.source, copy.source_region),
+        (plan.destinations, copy.destination, copy.destination_region),
+    ):
+        region = side[rank][index] if rank in side and 0 <= index < len(side[rank]) else None
+        if region is None or region.tensor != copy.tensor:
+            problems.append(f"{_said(copy)} names a region that is not of its tensor")
+        elif region.box != copy.box and not (
+            len(region.box) == len(copy.box)
+            and all(start < stop for start, stop in copy.box)
+            and contains(region.box, copy.box)
+        ):
+            problems.append(f"{_said(copy)} is empty or not inside {region.box}")
+    return problems
+
+
+def _filling_problems(rank: int, region: Region, boxes: Sequence[Box]) -> list[str]:
+    if len(boxes) == 1 and boxes[0] == region.box:
+        return []
+    who = f"destination rank {rank}: {region.tensor} {region.box}"
+    problems = [f"{who} gets {boxes[one]} and {boxes[other]}" for one, other in overlapping_pairs(boxes)]
+    missing = region.numel - union_volume(set(boxes))
+    return [*problems, f"{who} gets {missing} elements from nobody"] if missing else problems
+
+
+def _dropped_problems(plan: Plan, out: Mapping[tuple[int, int], set[Box]]) -> list[str]:
+    """Source elements neither sent nor listed, listed and sent, or listed as replicas of what nobody sends."""
+    listed: dict[tuple[int, str, str], int] = {}
+    for entry in plan.dropped:
+        key = (entry.rank, entry.local_name, entry.tensor)
+        listed[key] = listed.get(key, 0) + entry.num_elements
+    found: dict[tuple[int, str, str], int] = {}
+    sent: dict[tuple[str, Box], set[Box]] = {}
+    for rank, regions in plan.sources.items():
+        for index, region in enumerate(regions):
+            boxes = out.get((rank, index), set())
+            key = (rank, region.local_name, region.tensor)
+            found[key] = found.get(key, 0) + region.numel - union_volume(boxes)
+            padding = (rank, region.local_name, "")
+            found[padding] = found.get(padding, prod(region.local_shape)) - region.numel
+            sent.setdefault((region.tensor, region.box), set()).update(boxes)
+    problems = [
+        f"source rank {rank}: {left} elements of {tensor or 'padding'} in {name} are not sent, "
+        f"{listed.get(key, 0)} listed"
+        for key, left in found.items()
+        for rank, name, tensor in [key]
+        if left != listed.get(key, 0)
+    ]
+    problems += [f"dropped lists {key}, which no source holds" for key in listed if key not in found]
+    replicas = {entry.tensor for entry in plan.dropped if entry.reason in (REPLICA, TIED)}
+    problems += [
+        f"{name} {box} is listed as a copy, and nobody sends all of it"
+        for (name, box), boxes in sent.items()
+        if name in replicas and union_volume(boxes) != volume(box)
+    ]
+    return problems
+
+
+def _said(copy: Copy) -> str:
+    return f"{copy.tensor} {copy.box} from rank {copy.source} to rank {copy.destination}"
+
+
 def _tensor_problems(name: str, shape: Shape, boxes: Mapping[Box, list[int]]) -> list[str]:
     distinct = list(boxes)
     problems = [f"{name}: {distinct[one]} and {distinct[other]} overlap" for one, other in overlapping_pairs(distinct)]
@@ -150,20 +274,29 @@ def _tensor_problems(name: str, shape: Shape, boxes: Mapping[Box, list[int]]) ->
     return problems
 
 
-def _rank_problems(rank: int, regions: Sequence[Region], padding: dict[tuple[int, str], int]) -> list[str]:
+def _rank_problems(who: str, rank: int, regions: Sequence[Region], padding: dict[tuple[int, str], int]) -> list[str]:
     """Overlaps inside the parameters of one rank; what is left over is added to ``padding``."""
     problems: list[str] = []
-    for parameter, shape in parameter_shapes(regions).items():
-        inside = [region for region in regions if region.local_name == parameter and region.numel]
+    parameters: dict[str, list[Region]] = {}
+    for region in regions:
+        parameters.setdefault(region.local_name, []).append(region)
+    for parameter, held in parameters.items():
+        shape = held[0].local_shape
+        if any(region.local_shape != shape for region in held):
+            problems.append(f"{who}: {parameter} has two shapes")
+            continue
+        inside = [region for region in held if region.numel]
+        if len(inside) == 1 and inside[0].numel == prod(shape) and inside[0].strides == contiguous_strides(shape):
+            continue
         boxes = [local_box(region) for region in inside]
         problems += [
-            f"rank {rank}: {region.tensor} {region.box} is no box inside {parameter} {shape}"
+            f"{who}: {region.tensor} {region.box} is no box inside {parameter} {shape}"
             for region, box in zip(inside, boxes, strict=True)
             if box is None
         ]
         known = [box for box in boxes if box is not None]
         problems += [
-            f"rank {rank}: {known[one]} and {known[other]} of {parameter} are filled twice"
+            f"{who}: {known[one]} and {known[other]} of {parameter} are filled twice"
             for one, other in overlapping_pairs(known)
         ]
         if left := prod(shape) - sum(map(volume, known)):

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megarl.errors import PlanError
+from megarl.weights.plan import loading_order
 from megarl.weights.region import Box, Region, Shape, overlapping_pairs, volume, whole
 
 ALIGNMENT = 16
@@ -155,11 +155,6 @@ def build_manifest(offers: Mapping[int, Iterable[Region]], *, dtype: str, bucket
         raise PlanError("the senders' pieces do not make up the model: " + "; ".join(problems[:20]))
     rounds = [_round(group, held, DTYPE_BYTES[dtype]) for group in _groups(names, held, dtype, bucket_bytes)]
     return Manifest(dtype, {name: shapes[name] for name in names}, tuple(rounds))
-
-
-def loading_order(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Sort key that keeps a layer together and layers in numeric order, so that an engine finishes layer by layer."""
-    return tuple((part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[._]", name))
 
 
 def _groups(

@@ -10,9 +10,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
+
+from megarl.errors import LayoutError
 
 Box = tuple[tuple[int, int], ...]
 Shape = tuple[int, ...]
@@ -77,6 +80,37 @@ def overlap(one: Box, other: Box) -> Box | None:
     """The intersection of two boxes of one tensor, None where they do not touch."""
     bounds = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return bounds if all(start < stop for start, stop in bounds) else None
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Whether every element of ``inner`` lies in ``outer``."""
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+
+
+def part_of(region: Region, box: Box) -> Region:
+    """The part of a region that a box inside it covers: the same parameter, another offset.
+
+    Raises:
+        LayoutError: the box is not inside the region.
+    """
+    if box == region.box:
+        return region
+    if len(box) != len(region.box) or not contains(region.box, box):
+        raise LayoutError(f"{box} is not inside {region.box} of {region.tensor}", where=region.local_name)
+    steps = zip(box, region.box, region.strides, strict=True)
+    offset = region.offset + sum((inner[0] - outer[0]) * stride for inner, outer, stride in steps)
+    return replace(region, box=box, offset=offset)
+
+
+def union_volume(boxes: Collection[Box]) -> int:
+    """Elements that lie in at least one of the boxes, by sweeping along the first dim."""
+    if len(boxes) <= 1 or not next(iter(boxes)):
+        return max(map(volume, boxes), default=0)
+    cuts = sorted({bound for box in boxes for bound in box[0]})
+    total = 0
+    for start, stop in pairwise(cuts):
+        total += (stop - start) * union_volume({box[1:] for box in boxes if box[0][0] <= start and stop <= box[0][1]})
+    return total
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

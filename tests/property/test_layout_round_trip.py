@@ -58,6 +58,14 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[ModelSpec, ParallelLayout, bool
     return spec, layout, draw(st.booleans())
 
 
+@st.composite
+def layouts_for(draw: st.DrawFn, spec: ModelSpec) -> ParallelLayout:
+    """Another layout that the model divides into."""
+    divisors = [tp for tp in range(1, 9) if spec.num_kv_heads % tp == 0 and spec.ffn_hidden_size % tp == 0]
+    pp = draw(st.sampled_from([pp for pp in range(1, spec.num_layers + 1) if spec.num_layers % pp == 0]))
+    return ParallelLayout(tp=draw(st.sampled_from(divisors)), pp=pp, dp=draw(st.integers(1, 2)))
+
+
 def random_model(spec: ModelSpec, value_head: bool) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     return {
