@@ -2,6 +2,7 @@
 
     megarl train PRESET [key=value ...] [--show]
     megarl sft PRESET [key=value ...] [--show]
+    megarl doctor PRESET [key=value ...] [--json]
     megarl presets
     megarl explain [KEY]
 
@@ -92,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--show", action="store_true", help="print the configuration with origins and run nothing")
         sub.set_defaults(command=command)
+    sub = commands.add_parser("doctor", help="all that would end or slow a run, with what to change; runs nothing")
+    sub.add_argument("preset", metavar="PRESET", help="a name from `megarl presets`, or a path to a YAML file")
+    sub.add_argument("overrides", metavar="key=value", nargs="*", help="as for train and sft")
+    sub.add_argument("--sft", action="store_true", help="PRESET is a path and belongs to `megarl sft`")
+    sub.add_argument("--json", action="store_true", help="the findings for a script")
+    sub.set_defaults(command=_doctor)
     sub = commands.add_parser("explain", help="what a configuration key means, takes and who reads it")
     sub.add_argument("key", metavar="KEY", nargs="?", help="such as actor.layout.tp; without it all keys are listed")
     sub.set_defaults(command=_explain)
@@ -132,18 +139,32 @@ def _sft(options: argparse.Namespace, run_dir: list[str]) -> int:
     return sft(loaded)
 
 
+def _doctor(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.planning.doctor import Surroundings, diagnose
+    from megarl.planning.placement import nodes_of_slurm
+    from megarl.platform import env
+
+    slurm = env.with_prefix("SLURM_")
+    around = Surroundings(nodes_of_slurm(slurm), env.with_prefix("MEGARL_"), in_job="SLURM_JOB_ID" in slurm)
+    is_sft = options.sft or Path(options.preset).name.startswith("sft")
+    diagnosis = diagnose(options.preset, options.overrides, sft=is_sft, around=around)
+    print(diagnosis.json() if options.json else diagnosis.text())
+    return diagnosis.exit_code
+
+
 def _check_model(config: object) -> None:
     """Refuse a layout that the model does not divide into before anything starts."""
     from megarl.config.schema import SftConfig, TrainConfig
-    from megarl.planning.doctor import check_model
+    from megarl.planning.finding import errors
+    from megarl.planning.model_fit import check_model
 
     assert isinstance(config, TrainConfig | SftConfig)
-    if problems := check_model(config):
+    if problems := errors(check_model(config)):
         raise ConfigError(
             "the model does not fit the configuration",
             where=config.model.path,
             fix="change the layout or the model",
-            violations=problems,
+            violations=[problem.line() for problem in problems],
         )
 
 

@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -31,7 +31,7 @@ from megarl.config.effect import keys_without_effect
 from megarl.config.origin import FLAG_LEVEL, Config, Loaded, Origin, Origins, shown_path
 from megarl.config.rules import Breach, check_rules
 from megarl.config.schema import SftConfig, TrainConfig
-from megarl.config.violations import check
+from megarl.config.violations import Checked, check
 from megarl.errors import ConfigError, SetupError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -95,24 +95,59 @@ def _first_comment(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Inspected(Generic[Config]):
+    """A configuration as far as it can be read: for a report that goes on where loading would stop.
+
+    Attributes:
+        config: with defaults in place of what is broken; None where it cannot be repaired.
+        violations: a line for each.
+        broken: keys whose value in ``config`` is not the one given.
+    """
+
+    config: Config | None
+    violations: tuple[str, ...]
+    broken: frozenset[str]
+    origins: Origins
+
+
+def inspect_train(preset: str, overrides: Sequence[str] = ()) -> Inspected[TrainConfig]:
+    """What ``load_train`` reads, with its violations returned.
+
+    Raises:
+        ConfigError: no such preset, or YAML or an override that cannot be read.
+    """
+    return _inspect(TrainConfig, preset, overrides)
+
+
+def inspect_sft(preset: str, overrides: Sequence[str] = ()) -> Inspected[SftConfig]:
+    """The same for ``load_sft``."""
+    return _inspect(SftConfig, preset, overrides)
+
+
 def _load(root: type[Config], preset: str, overrides: Sequence[str]) -> Loaded[Config]:
+    found = _inspect(root, preset, overrides)
+    if found.config is None or found.violations:
+        plural = "" if len(found.violations) == 1 else "s"
+        raise ConfigError(
+            f"the configuration has {len(found.violations)} violation{plural}",
+            where=preset,
+            fix="`megarl explain KEY` says what a key means and takes",
+            violations=found.violations,
+        )
+    return Loaded(found.config, preset, tuple(overrides), found.origins)
+
+
+def _inspect(root: type[Config], preset: str, overrides: Sequence[str]) -> Inspected[Config]:
     given, origins = _compose(preset, overrides)
     implied: dict[str, str] = {}
     complete = fields.filled(root, given, implied=implied)
     for key, by in implied.items():
         origins.put(key, Origin(f"{by}, {origins.of(by)}", origins.of(by).level))
     values, broken, unresolved = _resolve(complete, origins)
-    config, invalid = check(root, values, origins, _breaches, broken=broken)
-    violations: list[str] = unresolved + invalid
-    if config is None or violations:
-        plural = "" if len(violations) == 1 else "s"
-        raise ConfigError(
-            f"the configuration has {len(violations)} violation{plural}",
-            where=preset,
-            fix="`megarl explain KEY` says what a key means and takes",
-            violations=violations,
-        )
-    return Loaded(config, preset, tuple(overrides), origins)
+    checked: Checked[Config] = check(root, values, origins, _breaches, broken=broken)
+    violations: list[str] = unresolved + list(checked.lines)
+    return Inspected(checked.config, tuple(violations), checked.broken, origins)
 
 
 def _breaches(config: TrainConfig | SftConfig, origins: Origins) -> Iterator[Breach]:

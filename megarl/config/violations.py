@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -22,6 +23,21 @@ from megarl.config.schema.base import StrictModel
 _REPAIR_ROUNDS = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Checked(Generic[Config]):
+    """What came of a check.
+
+    Attributes:
+        config: the model, with defaults in place of what is broken; None where that cannot be made.
+        lines: the violations in the order of the schema.
+        broken: keys whose value in ``config`` is not the one given.
+    """
+
+    config: Config | None
+    lines: tuple[str, ...]
+    broken: frozenset[str]
+
+
 def check(
     root: type[Config],
     values: dict[str, Any],
@@ -29,7 +45,7 @@ def check(
     rules: Callable[[Config, Origins], Iterable[Breach]],
     *,
     broken: Iterable[str] = (),
-) -> tuple[Config | None, list[str]]:
+) -> Checked[Config]:
     """Validate a filled plain dictionary.
 
     Args:
@@ -38,9 +54,6 @@ def check(
         origins: what set each key.
         rules: yields the breaches of the cross-field rules of a model.
         broken: keys already reported, such as interpolations that do not resolve.
-
-    Returns:
-        The model if nothing is wrong, and the violations in the order of the schema.
     """
     lines: dict[str, str] = {}
     bad = set(broken)
@@ -52,7 +65,7 @@ def check(
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 key, _, _ = fields.locate(root, detail["loc"])
-                if not _touches(key, bad):
+                if not touches(key, bad):
                     lines.setdefault(key, _line(root, detail, origins))
                 bad.add(key)
                 _repair(values, root, detail)
@@ -61,12 +74,13 @@ def check(
         found += [
             breach.line(config, origins)
             for breach in rules(config, origins)
-            if not any(_touches(key, bad) for key in breach.keys)
+            if not any(touches(key, bad) for key in breach.keys)
         ]
-    return (None if bad else config), found
+    return Checked(config, tuple(found), frozenset(bad))
 
 
-def _touches(key: str, bad: Iterable[str]) -> bool:
+def touches(key: str, bad: Iterable[str]) -> bool:
+    """Whether a key is one of the broken ones, or lies above or below one."""
     return any(key == b or key.startswith(f"{b}.") or b.startswith(f"{key}.") for b in bad)
 
 

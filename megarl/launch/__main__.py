@@ -17,6 +17,8 @@ from megarl.controller.placement import plan_placement
 from megarl.errors import MegarlError
 from megarl.launch import ray_cluster, slurm
 from megarl.launch.ray_cluster import Program
+from megarl.planning.doctor import Surroundings, diagnose
+from megarl.planning.placement import Nodes
 from megarl.platform import env
 
 
@@ -36,6 +38,22 @@ def program(words: Sequence[str], num_nodes: int) -> Program:
     return Program(("megarl", command, preset, *keys), slots)
 
 
+def examine(command: str, words: Sequence[str], allocation: slurm.Allocation, is_dry_run: bool) -> int:
+    """Print what the doctor finds before anything starts; the code to end with, 0 to go on.
+
+    A dry run goes on whatever is found: it may be made where the nodes' file systems are not.
+    """
+    preset, *keys = words
+    nodes = Nodes(
+        len(allocation.nodes), allocation.gpus, f"job {allocation.job_id}" if allocation.job_id else "the script"
+    )
+    around = Surroundings(nodes, env.with_prefix("MEGARL_"), in_job=not is_dry_run)
+    overrides = [f"cluster.num_nodes={nodes.count}", *keys]
+    diagnosis = diagnose(preset, overrides, sft=command == "sft", around=around)
+    sys.stderr.write(diagnosis.text() + "\n")
+    return 0 if is_dry_run else diagnosis.exit_code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the job."""
     parser = argparse.ArgumentParser(prog="megarl.launch", description=__doc__)
@@ -52,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             allocation = slurm.from_script(args.script)
         else:
             allocation = slurm.from_environment(env.with_prefix("SLURM"))
+        if args.command != "exec" and (code := examine(args.command, args.words, allocation, args.dry_run)):
+            return code
         what = program([args.command, *args.words], len(allocation.nodes))
         plan = ray_cluster.plan(allocation, what, settings=env.with_prefix("MEGARL_"), is_dry_run=args.dry_run)
         if args.dry_run:

@@ -1,75 +1,155 @@
-"""Whether a model fits a configuration, from ``config.json`` alone."""
+"""``megarl doctor``: everything that would end or slow a run, found in seconds before it starts, each with its fix.
+
+A check that needs what another found broken is left out and named in ``unchecked``: nothing is reported twice, and
+nothing is silently not looked at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+from megarl.config.load import Inspected, inspect_sft, inspect_train
 from megarl.config.schema import SftConfig, TrainConfig
-from megarl.config.schema.parallel import LayoutConfig
-from megarl.errors import LayoutError
+from megarl.config.violations import touches
+from megarl.errors import ConfigError, ModelError
 from megarl.models import ModelSpec, load_spec
-from megarl.parallel.grid import ParallelLayout
+from megarl.planning import configuration
+from megarl.planning.finding import Finding, errors, exit_code
+from megarl.planning.inputs import check_data, check_reward, check_setup
+from megarl.planning.model_files import check_tokenizer, check_weights
+from megarl.planning.model_fit import check_specs
+from megarl.planning.placement import Nodes, check_batch, check_placement
+from megarl.planning.storage import check_disk
 
 
-def check_model(config: TrainConfig | SftConfig) -> list[str]:
-    """Everything the model does not allow, each line with the key to change.
+@dataclass(slots=True)
+class Diagnosis:
+    """Findings in the order of the checks, and what could not be checked with the reason."""
 
-    Raises:
-        ModelError: a model directory cannot be read, or holds an option that megarl cannot represent.
+    preset: str
+    findings: list[Finding] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the first error; 0 where there are warnings at most."""
+        return exit_code(self.findings)
+
+    def text(self) -> str:
+        """For a person: errors, warnings, what was not checked, and the count last."""
+        lines = []
+        for level in ("error", "warning"):
+            for finding in (one for one in self.findings if one.level == level):
+                lines.append(f"{level}: {finding.key}: {finding.problem}\n  fix: {finding.fix}")
+        lines += [f"not checked: {text}" for text in self.unchecked]
+        num_errors = len(errors(self.findings))
+        num_warnings = len(self.findings) - num_errors
+        lines.append(f"doctor: {self.preset}: {num_errors} errors, {num_warnings} warnings")
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """For a script: ``{preset, exit_code, findings: [{area, key, problem, fix, level}], unchecked}``."""
+        found = [asdict(finding) for finding in self.findings]
+        report = {"preset": self.preset, "exit_code": self.exit_code, "findings": found, "unchecked": self.unchecked}
+        return json.dumps(report, indent=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the doctor knows of the place the run will be in.
+
+    Args:
+        nodes: Slurm's allocation; None where there is none.
+        settings: the environment's MEGARL_* entries.
+        in_job: the run would start from here, so that missing packages are errors.
     """
-    spec = load_spec(config.model.path)
-    problems = [*_training("actor", config.actor.layout, spec), *_positions(config, spec)]
-    if isinstance(config, TrainConfig):
-        problems += _engine(config.rollout.tp, spec)
-        if config.critic is not None:
-            critic = load_spec(config.critic.path) if config.critic.path is not None else spec
-            problems += _training("critic", config.critic.layout, critic)
-            if critic.vocab_size != spec.vocab_size:
-                problems.append(
-                    f"critic.path: expected the policy's vocabulary of {spec.vocab_size}, since the critic reads the "
-                    f"policy's tokens, found {critic.vocab_size}"
-                )
-    return problems
+
+    nodes: Nodes | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    in_job: bool = False
 
 
-def _training(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[str]:
-    # Key-value heads are whole on a training rank: Megatron-Core 0.16 refuses anything else.
-    for what, count in (
-        ("attention heads", spec.num_heads),
-        ("key-value heads", spec.num_kv_heads),
-        ("feed-forward rows", spec.ffn_hidden_size),
-    ):
-        if count % layout.tp:
-            yield f"{role}.layout.tp: expected a divisor of the model's {count} {what}, found {layout.tp}"
-    grid = ParallelLayout(
-        pp=layout.pp,
-        first_stage_layers=layout.num_layers_in_first_stage,
-        last_stage_layers=layout.num_layers_in_last_stage,
-    )
+def diagnose(
+    preset: str, overrides: Sequence[str], *, sft: bool = False, around: Surroundings | None = None
+) -> Diagnosis:
+    """All findings about a preset with overrides.
+
+    Args:
+        preset: name of a preset, or path of a YAML file.
+        overrides: ``key=value``.
+        sft: the configuration is one of ``megarl sft``.
+        around: nodes, environment; None knows nothing.
+    """
+    diagnosis = Diagnosis(preset)
+    surroundings = Surroundings() if around is None else around
+    inspected: Inspected[TrainConfig] | Inspected[SftConfig]
     try:
-        grid.layers_of_stage(spec.num_layers, 0)
-    except LayoutError as error:
-        yield f"{role}.layout.pp: expected even stages of the model's {spec.num_layers} layers, found {error.problem}"
+        inspected = inspect_sft(preset, overrides) if sft else inspect_train(preset, overrides)
+    except ConfigError as error:
+        diagnosis.findings += configuration.of_error(error)
+        diagnosis.unchecked.append("everything else: the configuration cannot be composed")
+        return diagnosis
+    diagnosis.findings += configuration.of_violations(inspected.violations)
+    if inspected.config is None:
+        diagnosis.unchecked.append("everything else: the configuration cannot be completed")
+        return diagnosis
+    _check(diagnosis, inspected.config, inspected.broken, surroundings)
+    return diagnosis
 
 
-def _engine(tp: int, spec: ModelSpec) -> Iterator[str]:
-    if spec.num_heads % tp:
-        yield f"rollout.tp: expected a divisor of the model's {spec.num_heads} attention heads, found {tp}"
-    # vLLM copies a key-value head to several ranks where there are fewer heads than ranks.
-    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        heads = f"the model's {spec.num_kv_heads} key-value heads"
-        yield f"rollout.tp: expected a divisor or a multiple of {heads}, found {tp}"
-    if spec.ffn_hidden_size % tp:
-        yield f"rollout.tp: expected a divisor of the model's {spec.ffn_hidden_size} feed-forward rows, found {tp}"
+def _check(diagnosis: Diagnosis, config: TrainConfig | SftConfig, broken: frozenset[str], around: Surroundings) -> None:
+    def keep(findings: Iterable[Finding]) -> None:
+        diagnosis.findings += [found for found in findings if not touches(found.key.partition("=")[0], broken)]
+
+    specs = _read_specs(diagnosis, config, broken)
+    if specs is not None:
+        keep(check_specs(config, *specs))
+    keep(check_batch(config))
+    keep(check_placement(config, around.nodes))
+    if specs is not None:
+        keep(_files(config, *specs))
+        keep(check_disk(config, *specs))
+    keep(check_data(config))
+    if isinstance(config, TrainConfig):
+        keep(check_reward(config.reward))
+    keep(check_setup(config, around.settings, in_job=around.in_job))
 
 
-def _positions(config: TrainConfig | SftConfig, spec: ModelSpec) -> Iterator[str]:
-    if isinstance(config, SftConfig):
-        key, longest = "data.max_tokens", config.data.max_tokens
-    else:
-        key = "rollout.max_model_len"
-        longest = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
-        if config.rollout.max_model_len is not None:
-            longest = config.rollout.max_model_len
-    if longest > spec.max_position:
-        yield f"{key}: expected at most {spec.max_position}, the model's positions, found {longest}"
+def _read_specs(
+    diagnosis: Diagnosis, config: TrainConfig | SftConfig, broken: frozenset[str]
+) -> tuple[ModelSpec, ModelSpec] | None:
+    """Specs of policy and critic, the policy's again where the critic starts from it."""
+    specs: list[ModelSpec] = []
+    critic = config.critic if isinstance(config, TrainConfig) else None
+    paths = {"model.path": config.model.path}
+    if critic is not None and critic.path is not None:
+        paths["critic.path"] = critic.path
+    for key, path in paths.items():
+        if touches(key, broken):
+            continue
+        try:
+            specs.append(load_spec(path))
+        except ModelError as error:
+            fix = error.fix if error.fix is not None else "use a model of a family that megarl knows"
+            diagnosis.findings.append(Finding("model", f"{key}={path}", error.problem, fix))
+    if len(specs) < len(paths):
+        diagnosis.unchecked.append(
+            "model, checkpoint, tokenizer, memory and disk: no model's config.json could be read"
+        )
+        return None
+    return specs[0], specs[-1]
+
+
+def _files(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> list[Finding]:
+    findings: list[Finding] = []
+    directory = Path(config.model.path)
+    if config.model.init == "checkpoint":
+        findings += check_weights("model.path", directory, spec)
+    findings += check_tokenizer("model.path", directory, spec, needs_template=config.data.apply_chat_template)
+    critic = config.critic if isinstance(config, TrainConfig) else None
+    if critic is not None and critic.path is not None:
+        findings += check_weights("critic.path", Path(critic.path), critic_spec, value_head=True)
+    return findings

@@ -12,6 +12,7 @@ import pytest
 
 from megarl import cli
 from megarl.errors import ModelError, WorkerError
+from megarl.planning.finding import Finding
 
 CONFIG = """\
 # A test configuration
@@ -37,7 +38,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("megarl.controller.loop")
     module.train = lambda loaded: 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megarl.controller.loop", module)
-    monkeypatch.setattr("megarl.planning.doctor.check_model", lambda config: [])
+    monkeypatch.setattr("megarl.planning.model_fit.check_model", lambda config: [])
     return module
 
 
@@ -148,7 +149,10 @@ def test_a_model_that_does_not_fit_is_refused_before_the_run(
     config: str, loop: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     loop.train = raising(AssertionError("the run was started"))
-    monkeypatch.setattr("megarl.planning.doctor.check_model", lambda config: ["actor.layout.tp: expected a divisor"])
+    monkeypatch.setattr(
+        "megarl.planning.model_fit.check_model",
+        lambda config: [Finding("model", "actor.layout.tp", "expected a divisor", "set another")],
+    )
     assert cli.main(["train", config]) == 2
     assert "  - actor.layout.tp: expected a divisor" in capsys.readouterr().err
 

@@ -1,86 +1,305 @@
+"""The doctor on broken configurations: each is found with its fix, and several are reported in one run."""
+
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from megarl.config.schema import SftConfig, TrainConfig
-from megarl.errors import ModelError
-from megarl.planning.doctor import check_model
+from megarl import cli
+from megarl.planning.doctor import Diagnosis, Surroundings, diagnose
+from megarl.planning.finding import errors
+from megarl.planning.placement import Nodes
+from tests.unit.planning.models import QWEN2, write_model, write_safetensors, write_tokenizer
 
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "intermediate_size": 120,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-
-
-def model(directory: Path, **changes: object) -> str:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({**QWEN2, **changes}), encoding="utf-8")
-    return str(directory)
+CONFIG = """\
+run: {name: sound, dir: ROOT/run, steps: 10}
+cluster: {device: cuda, num_nodes: 1, gpus_per_node: 8}
+model: {path: ROOT/model}
+data:
+  train: [{path: ROOT/train.jsonl, answer_column: answer}]
+  validation: [{path: ROOT/test.jsonl, answer_column: answer}]
+  prompts_per_step: 16
+  max_prompt_tokens: 256
+reward: {kind: math_verify}
+actor:
+  layout: {tp: 2, dp: 4}
+  engine: {microbatch_tokens: 4096}
+rollout: {replicas: 4, tp: 2, samples_per_prompt: 4, sampling: {max_tokens: 512}}
+"""
 
 
-def config(path: str, **sections: object) -> TrainConfig:
-    data = {"train": [{"kind": "reasoning_gym", "task": "chain_sum"}]}
-    return TrainConfig.model_validate({"model": {"path": path}, "data": data, **sections})
+@pytest.fixture
+def sound(tmp_path: Path) -> Path:
+    """A configuration without an error, and all it names."""
+    write_model(tmp_path / "model")
+    for name, text in (("train", "1 + 1"), ("test", "2 + 2")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": text, "answer": "2"}) + "\n", encoding="utf-8")
+    (tmp_path / "sound.yaml").write_text(CONFIG.replace("ROOT", str(tmp_path)), encoding="utf-8")
+    return tmp_path
 
 
-def test_a_model_that_fits_has_no_problems(tmp_path: Path):
-    layout = {"tp": 4, "pp": 3}
-    assert check_model(config(model(tmp_path), actor={"layout": layout}, rollout={"tp": 12})) == []
+def examine(root: Path, *overrides: str, around: Surroundings | None = None) -> Diagnosis:
+    return diagnose(str(root / "sound.yaml"), list(overrides), around=around)
+
+
+class Broken(NamedTuple):
+    """What is wrong and what must be said about it."""
+
+    key: str
+    problem: str
+    fix: str
+    overrides: tuple[str, ...] = ()
+    damage: Callable[[Path], object] = lambda root: None
+    around: Surroundings | None = None
+
+
+def config_with(**changes: object) -> Callable[[Path], object]:
+    def damage(root: Path) -> None:
+        (root / "model" / "config.json").write_text(json.dumps({**QWEN2, **changes}), encoding="utf-8")
+
+    return damage
+
+
+def without(name: str) -> Callable[[Path], object]:
+    return lambda root: (root / name).unlink()
+
+
+def text(name: str, content: str) -> Callable[[Path], object]:
+    return lambda root: (root / name).write_text(content, encoding="utf-8")
+
+
+def critic(*overrides: str) -> tuple[str, ...]:
+    return ("algorithm.advantage.kind=gae", "+critic={}", *overrides)
+
+
+BROKEN = {
+    # configuration
+    "unknown key": Broken("actor.layout.tpp", "unknown key", "write actor.layout.tp", ("actor.layout.tpp=2",)),
+    "wrong type": Broken("run.steps", "expected integer >= 1", "set run.steps to integer", ("run.steps=many",)),
+    "out of bounds": Broken("rollout.tp", "found 0", "set rollout.tp to", ("rollout.tp=0",)),
+    "no override": Broken("command line", "not an override", "write key=value", ("rollout.tp",)),
+    "a group of one": Broken(
+        "rollout.samples_per_prompt", "samples_per_prompt >= 2", "change one of", ("rollout.samples_per_prompt=1",)
+    ),
+    "a critic too many": Broken("critic", "no critic for grpo", "~critic", ("+critic={}",)),
+    "a minibatch that does not divide": Broken(
+        "algorithm.minibatch_size", "a divisor of the 64 responses", "change one of", ("algorithm.minibatch_size=10",)
+    ),
+    "a microbatch below the longest sequence": Broken(
+        "actor.engine.microbatch_tokens", "at least 768", "change one of", ("actor.engine.microbatch_tokens=700",)
+    ),
+    "too few GPUs": Broken("cluster.num_nodes", "at least 16 GPUs", "change one of", ("actor.layout.dp=8",)),
+    "an engine across nodes": Broken(
+        "rollout.tp",
+        "engines that do not straddle nodes",
+        "change one of",
+        ("rollout.tp=8", "rollout.replicas=2", "cluster.gpus_per_node=4", "cluster.num_nodes=4"),
+    ),
+    # model
+    "heads": Broken(
+        "actor.layout.tp", "8 attention heads, found 3", "set actor.layout.tp to one of 1, 2, 4", ("actor.layout.tp=3",)
+    ),
+    "key-value heads": Broken(
+        "actor.layout.tp", "4 key-value heads, found 8", "one of 1, 2, 4", ("actor.layout.tp=8", "actor.layout.dp=1")
+    ),
+    "feed-forward rows": Broken(
+        "actor.layout.tp", "130 feed-forward rows, found 4", "one of 1, 2",
+        ("actor.layout.tp=4", "actor.layout.dp=2"), config_with(intermediate_size=130),
+    ),
+    "layers": Broken(
+        "actor.layout.pp", "4 layers", "one of 1, 2, 4", ("actor.layout.pp=3", "actor.layout.dp=1", "actor.layout.tp=2")
+    ),
+    "uneven stages that do not add up": Broken(
+        "actor.layout.pp", "4 layers", "one of 1, 2, 4",
+        ("actor.layout.pp=2", "actor.layout.dp=2", "actor.layout.num_layers_in_first_stage=4"),
+    ),
+    "heads of an engine": Broken(
+        "rollout.tp", "8 attention heads, found 6", "one of 1, 2, 4, 8",
+        ("rollout.tp=6", "rollout.replicas=1", "cluster.gpus_per_node=12"),
+    ),
+    "heads of a critic": Broken(
+        "critic.layout.tp", "found 8", "set critic.layout.tp to one of 1, 2, 4", critic("+critic.layout.tp=8")
+    ),
+    "positions": Broken("rollout.max_model_len", "at most 2048", "shorten", ("rollout.sampling.max_tokens=2000",)),
+    "another vocabulary of the critic": Broken(
+        "critic.path", "vocabulary of 512", "policy's family", critic("critic.path=CRITIC"),
+        lambda root: write_model(root / "critic", vocab_size=640),
+    ),
+    "no such model": Broken("model.path", "No such file", "Hugging Face model directory", ("model.path=nowhere",)),
+    "another family": Broken(
+        "model.path", "none of the families", "known family", (), config_with(model_type="gpt2")
+    ),
+    # placement
+    "fewer nodes than stated": Broken(
+        "cluster.num_nodes", "expected the 2 nodes", "--nodes=1", around=Surroundings(Nodes(2, 8, "job 7"))
+    ),
+    "fewer GPUs than stated": Broken(
+        "cluster.gpus_per_node", "at most the 4 GPUs", "--gpus-per-node=8", around=Surroundings(Nodes(1, 4, "job 7"))
+    ),
+    # checkpoint
+    "no weights": Broken(
+        "model.path", "neither model.safetensors", "model.init=random", (), without("model/model.safetensors")
+    ),
+    "pickled weights": Broken(
+        "model.path", "pickled", "safe_serialization", (),
+        lambda root: (root / "model/model.safetensors").rename(root / "model/pytorch_model.bin"),
+    ),
+    "a missing shard": Broken(
+        "model.path", "1 of 1 weight files are missing: a.safetensors", "download", (),
+        text("model/model.safetensors.index.json", json.dumps({"weight_map": {"x": "a.safetensors"}})),
+    ),
+    "truncated weights": Broken(
+        "model.safetensors", "truncated", "copy the file again", (),
+        lambda root: os.truncate(root / "model/model.safetensors", 9000),
+    ),
+    "weights of another model": Broken(
+        "model.path", "absent", "fetch", (),
+        lambda root: write_safetensors(root / "model/model.safetensors", {"model.norm.weight": (64,)}),
+    ),
+    "another shape": Broken(
+        "model.path", "have another shape", "weights of one model", (), config_with(intermediate_size=256)
+    ),
+    "no tokenizer": Broken(
+        "model.path", "no tokenizer", "copy tokenizer.json", (),
+        lambda root: [(root / "model" / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")],
+    ),
+    "a tokenizer of another model": Broken(
+        "model.path", "token ids up to 599", "tokenizer of this model", (),
+        lambda root: write_tokenizer(root / "model", vocab_size=600),
+    ),
+    "no chat template": Broken(
+        "data.apply_chat_template", "no chat template", "data.apply_chat_template=false", (),
+        lambda root: write_tokenizer(root / "model", vocab_size=500, template=False),
+    ),
+    # data and reward
+    "no data": Broken("data.train.0.path", "there is no file", ".jsonl or .parquet", (), without("train.jsonl")),
+    "another kind of file": Broken("data.train.0.path", "is no .jsonl", "convert", ("data.train.0.path=CONFIG",)),
+    "a broken file": Broken("data.train.0.path", "cannot be read", "one JSON object", (), text("train.jsonl", "{")),
+    "no such column": Broken(
+        "data.train.0.prompt_column", "there are answer, question", "to one of them", (),
+        text("train.jsonl", '{"question": "1", "answer": "1"}\n'),
+    ),
+    "no reward file": Broken(
+        "reward.path", "there is no file", "path/to/file.py:function",
+        ("reward.kind=function", "reward.path=nowhere.py:score"),
+    ),
+    "no reward function": Broken(
+        "reward.path", "defines no 'score'", "name one of its functions",
+        ("reward.kind=function", "reward.path=REWARD:score"), text("reward.py", "def judge(): ..."),
+    ),
+    # disk and setup
+    "a run directory that is a file": Broken("run.dir", "is a file", "another run.dir", ("run.dir=CONFIG",)),
+    "an unknown container": Broken(
+        "MEGARL_ENV", "expected apptainer:IMAGE", "correct", around=Surroundings(settings={"MEGARL_ENV": "docker:x"})
+    ),
+    "no image": Broken(
+        "MEGARL_ENV", "there is no image", "all nodes see",
+        around=Surroundings(settings={"MEGARL_ENV": "pyxis:/nowhere.sqsh"}),
+    ),
+}  # fmt: skip
+
+
+def overrides_of(broken: Broken, root: Path) -> list[str]:
+    places = {"CRITIC": root / "critic", "CONFIG": root / "sound.yaml", "REWARD": root / "reward.py"}
+    texts = list(broken.overrides)
+    for name, path in places.items():
+        texts = [one.replace(name, str(path)) for one in texts]
+    return texts
+
+
+def test_a_sound_configuration_has_no_errors(sound: Path):
+    started = time.monotonic()
+    diagnosis = examine(sound)
+    assert not errors(diagnosis.findings) and not diagnosis.unchecked, diagnosis.text()
+    assert diagnosis.exit_code == 0
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_found_with_its_fix(sound: Path, name: str):
+    broken = BROKEN[name]
+    broken.damage(sound)
+    diagnosis = examine(sound, *overrides_of(broken, sound), around=broken.around)
+    found = [
+        finding
+        for finding in errors(diagnosis.findings)
+        if broken.key in finding.key and broken.problem in finding.problem and broken.fix in finding.fix
+    ]
+    assert len(found) == 1, diagnosis.text()
+    assert diagnosis.exit_code != 0
+
+
+COMBINED = (
+    "a group of one",
+    "a minibatch that does not divide",
+    "layers",
+    "positions",
+    "fewer GPUs than stated",
+    "truncated weights",
+    "a tokenizer of another model",
+    "no such column",
+    "no reward function",
+    "a run directory that is a file",
+)
+
+
+def test_several_are_all_reported_in_one_run(sound: Path):
+    overrides: list[str] = []
+    for name in COMBINED:
+        BROKEN[name].damage(sound)
+        overrides += overrides_of(BROKEN[name], sound)
+    diagnosis = examine(sound, *overrides, around=BROKEN["fewer GPUs than stated"].around)
+    for name in COMBINED:
+        broken = BROKEN[name]
+        assert any(
+            broken.key in finding.key and broken.problem.split(" of the")[0] in finding.problem
+            for finding in errors(diagnosis.findings)
+        ), f"{name} is not in\n{diagnosis.text()}"
+
+
+def test_what_depends_on_a_broken_key_is_not_reported_again(sound: Path):
+    diagnosis = examine(sound, "actor.layout.tp=none")
+    assert [finding.key for finding in errors(diagnosis.findings)] == ["actor.layout.tp"]
+
+
+def test_what_cannot_be_checked_is_named(sound: Path):
+    shutil.rmtree(sound / "model")
+    diagnosis = examine(sound)
+    assert [finding.key.partition("=")[0] for finding in errors(diagnosis.findings)] == ["model.path"]
+    assert "disk" in diagnosis.unchecked[0]
 
 
 @pytest.mark.parametrize(
-    ("sections", "expected"),
+    ("key", "overrides"),
     [
-        ({"actor": {"layout": {"tp": 8}}}, ["12 attention heads, found 8", "4 key-value heads, found 8"]),
-        ({"actor": {"layout": {"tp": 3}}}, ["4 key-value heads, found 3"]),
-        ({"actor": {"layout": {"pp": 4}}}, ["actor.layout.pp: expected even stages of the model's 6 layers"]),
-        ({"actor": {"layout": {"pp": 3, "num_layers_in_first_stage": 1}}}, ["actor.layout.pp"]),
-        ({"critic": {"layout": {"tp": 6}}}, ["critic.layout.tp: expected a divisor of the model's 4 key-value heads"]),
-        ({"rollout": {"tp": 6}}, ["rollout.tp: expected a divisor or a multiple of the model's 4 key-value heads"]),
-        ({"rollout": {"tp": 5}}, ["12 attention heads, found 5", "4 key-value heads, found 5"]),
-        ({"rollout": {"sampling": {"max_tokens": 1025}}}, ["expected at most 2048, the model's positions, found 2049"]),
+        ("rollout.replicas", ("rollout.replicas=2",)),
+        ("actor.layout.dp", ("actor.layout.dp=2",)),
+        ("actor.layout.pp", ("actor.layout.pp=2", "actor.layout.dp=2", "algorithm.minibatch_size=4")),
+        ("algorithm.minibatch_size", ("algorithm.minibatch_size=4", "actor.layout.tp=1", "actor.layout.dp=3")),
+        (
+            "actor.layout.tp",
+            ("actor.layout.tp=4", "actor.layout.dp=3", "cluster.gpus_per_node=6", "cluster.num_nodes=2"),
+        ),
     ],
 )
-def test_everything_that_does_not_fit_is_listed(tmp_path: Path, sections: dict[str, object], expected: list[str]):
-    problems = check_model(config(model(tmp_path), **sections))
-    assert len(problems) == len(expected)
-    for problem, part in zip(problems, expected, strict=True):
-        assert part in problem
+def test_what_only_slows_a_run_is_a_warning(sound: Path, key: str, overrides: tuple[str, ...]):
+    diagnosis = examine(sound, *overrides)
+    assert key in [finding.key for finding in diagnosis.findings if finding.level == "warning"], diagnosis.text()
+    assert diagnosis.exit_code == 0
 
 
-def test_uneven_stages_that_add_up_fit(tmp_path: Path):
-    layout = {"pp": 3, "num_layers_in_first_stage": 1, "num_layers_in_last_stage": 3}
-    assert check_model(config(model(tmp_path), actor={"layout": layout})) == []
-
-
-def test_a_critic_must_read_the_policys_tokens(tmp_path: Path):
-    critic = model(tmp_path / "critic", vocab_size=99)
-    problems = check_model(config(model(tmp_path / "policy"), critic={"path": critic}))
-    assert problems == [
-        "critic.path: expected the policy's vocabulary of 100, since the critic reads the policy's tokens, found 99"
-    ]
-
-
-def test_sft_sequences_fit_the_positions(tmp_path: Path):
-    data = {"train": [{"kind": "reasoning_gym", "task": "chain_sum"}], "max_tokens": 4096}
-    sft = SftConfig.model_validate({"model": {"path": model(tmp_path)}, "data": data})
-    assert check_model(sft) == ["data.max_tokens: expected at most 2048, the model's positions, found 4096"]
-
-
-def test_a_missing_model_is_an_error_of_its_own(tmp_path: Path):
-    with pytest.raises(ModelError, match=r"config\.json"):
-        check_model(config(str(tmp_path / "nowhere")))
+def test_the_command_prints_json_and_ends_with_the_code(sound: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["doctor", str(sound / "sound.yaml"), "actor.layout.pp=3", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_code"] == 2
+    assert {"area", "key", "problem", "fix", "level"} == set(report["findings"][0])
+    assert cli.main(["doctor", str(sound / "sound.yaml"), "data.train.0.path=nowhere.jsonl"]) == 4
+    out = capsys.readouterr().out
+    assert "fix: give the path" in out and "1 errors" in out

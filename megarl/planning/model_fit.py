@@ -1,0 +1,139 @@
+"""Whether the model divides into the layouts and its sequences fit, from ``config.json`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.schema import SftConfig, TrainConfig
+from megarl.config.schema.parallel import LayoutConfig
+from megarl.config.schema.roles import ActorConfig, CriticConfig
+from megarl.errors import LayoutError
+from megarl.models import ModelSpec, load_spec
+from megarl.parallel.grid import ParallelLayout
+from megarl.planning.finding import Finding
+
+MOST_VOCABULARY_PADDING = 0.1
+"""Padding rows of the vocabulary, as a share of the model's, above which they are worth a remark."""
+
+
+def check_model(config: TrainConfig | SftConfig) -> list[Finding]:
+    """Everything the model does not allow.
+
+    Raises:
+        ModelError: a model directory cannot be read, or holds an option that megarl cannot represent.
+    """
+    spec = load_spec(config.model.path)
+    critic = config.critic if isinstance(config, TrainConfig) else None
+    critic_spec = spec if critic is None or critic.path is None else load_spec(critic.path)
+    return check_specs(config, spec, critic_spec)
+
+
+def check_specs(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> list[Finding]:
+    """The same for specs that have been read; ``critic_spec`` is the policy's where the critic starts from it."""
+    findings = [*_training("actor", config.actor.layout, spec), *_positions(config, spec)]
+    if isinstance(config, TrainConfig):
+        findings += _engine(config.rollout.tp, spec)
+        if config.critic is not None:
+            findings += _training("critic", config.critic.layout, critic_spec)
+            if critic_spec.vocab_size != spec.vocab_size:
+                expected = f"the policy's vocabulary of {spec.vocab_size}, since the critic reads the policy's tokens"
+                fix = "choose a critic of the policy's family, or remove critic.path to start from the policy"
+                findings.append(_model("critic.path", expected, critic_spec.vocab_size, fix))
+    return findings
+
+
+def grid(layout: LayoutConfig) -> ParallelLayout:
+    """The layout of the schema as the grid that ranks are computed on. Raises LayoutError."""
+    return ParallelLayout(
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=layout.dp,
+        sequence_parallel=layout.sequence_parallel,
+        first_stage_layers=layout.num_layers_in_first_stage,
+        last_stage_layers=layout.num_layers_in_last_stage,
+    )
+
+
+def trained(config: TrainConfig | SftConfig) -> Iterator[tuple[str, ActorConfig | CriticConfig]]:
+    """The roles under training by name."""
+    yield "actor", config.actor
+    if isinstance(config, TrainConfig) and config.critic is not None:
+        yield "critic", config.critic
+
+
+def _model(key: str, expected: str, found: object, fix: str) -> Finding:
+    return Finding("model", key, f"expected {expected}, found {found}", fix)
+
+
+def _training(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Finding]:
+    # Key-value heads are whole on a training rank: Megatron-Core 0.16 refuses anything else.
+    sizes = {
+        "attention heads": spec.num_heads,
+        "key-value heads": spec.num_kv_heads,
+        "feed-forward rows": spec.ffn_hidden_size,
+    }
+    allowed = [tp for tp in range(1, spec.num_kv_heads + 1) if all(size % tp == 0 for size in sizes.values())]
+    key = f"{role}.layout.tp"
+    for what, count in sizes.items():
+        if count % layout.tp:
+            yield _model(key, f"a divisor of the model's {count} {what}", layout.tp, f"set {key} to {_one_of(allowed)}")
+    yield from _stages(role, layout, spec)
+    padded = ParallelLayout(tp=layout.tp).padded_vocab_size(spec.vocab_size)
+    if padded > (1 + MOST_VOCABULARY_PADDING) * spec.vocab_size:
+        problem = f"the vocabulary of {spec.vocab_size} is padded to {padded} rows for tp={layout.tp}"
+        yield Finding("model", key, problem, f"a smaller {key} pads less", level="warning")
+
+
+def _stages(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Finding]:
+    try:
+        shape = ParallelLayout(
+            pp=layout.pp,
+            first_stage_layers=layout.num_layers_in_first_stage,
+            last_stage_layers=layout.num_layers_in_last_stage,
+        )
+        shape.layers_of_stage(spec.num_layers, 0)
+    except LayoutError as error:
+        divisors = [pp for pp in range(1, min(spec.num_layers, 64) + 1) if spec.num_layers % pp == 0]
+        fix = f"set {role}.layout.pp to {_one_of(divisors)}, or give first and last stage their own number of layers"
+        yield _model(f"{role}.layout.pp", f"even stages of the model's {spec.num_layers} layers", error.problem, fix)
+
+
+def _engine(tp: int, spec: ModelSpec) -> Iterator[Finding]:
+    # vLLM copies a key-value head to several ranks where there are fewer heads than ranks.
+    allowed = [
+        degree
+        for degree in range(1, spec.num_heads + 1)
+        if spec.num_heads % degree == 0
+        and spec.ffn_hidden_size % degree == 0
+        and (spec.num_kv_heads % degree == 0 or degree % spec.num_kv_heads == 0)
+    ]
+    fix = f"set rollout.tp to {_one_of(allowed)}"
+    if spec.num_heads % tp:
+        yield _model("rollout.tp", f"a divisor of the model's {spec.num_heads} attention heads", tp, fix)
+    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        expected = f"a divisor or a multiple of the model's {spec.num_kv_heads} key-value heads"
+        yield _model("rollout.tp", expected, tp, fix)
+    if spec.ffn_hidden_size % tp:
+        yield _model("rollout.tp", f"a divisor of the model's {spec.ffn_hidden_size} feed-forward rows", tp, fix)
+
+
+def _positions(config: TrainConfig | SftConfig, spec: ModelSpec) -> Iterator[Finding]:
+    key, longest = longest_sequence(config)
+    if longest > spec.max_position:
+        fix = (
+            f"shorten prompts and responses to {spec.max_position} tokens together, or use a model with more positions"
+        )
+        yield _model(key, f"at most {spec.max_position}, the model's positions", longest, fix)
+
+
+def longest_sequence(config: TrainConfig | SftConfig) -> tuple[str, int]:
+    """The key that bounds a sequence, and its longest length in tokens."""
+    if isinstance(config, SftConfig):
+        return "data.max_tokens", config.data.max_tokens
+    if config.rollout.max_model_len is not None:
+        return "rollout.max_model_len", config.rollout.max_model_len
+    return "rollout.max_model_len", config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
+
+
+def _one_of(values: list[int]) -> str:
+    return f"one of {', '.join(map(str, values))}" if len(values) > 1 else str(values[0])

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import SftConfig, TrainConfig
+from megarl.errors import ModelError
+from megarl.planning.finding import errors
+from megarl.planning.model_fit import check_model
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 120,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+def model(directory: Path, **changes: object) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**QWEN2, **changes}), encoding="utf-8")
+    return str(directory)
+
+
+def config(path: str, **sections: object) -> TrainConfig:
+    data = {"train": [{"kind": "reasoning_gym", "task": "chain_sum"}]}
+    return TrainConfig.model_validate({"model": {"path": path}, "data": data, **sections})
+
+
+def test_a_model_that_fits_has_no_problems(tmp_path: Path):
+    layout = {"tp": 4, "pp": 3}
+    assert not errors(check_model(config(model(tmp_path), actor={"layout": layout}, rollout={"tp": 12})))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"actor": {"layout": {"tp": 8}}}, ["12 attention heads, found 8", "4 key-value heads, found 8"]),
+        ({"actor": {"layout": {"tp": 3}}}, ["4 key-value heads, found 3"]),
+        ({"actor": {"layout": {"pp": 4}}}, ["actor.layout.pp: expected even stages of the model's 6 layers"]),
+        ({"actor": {"layout": {"pp": 3, "num_layers_in_first_stage": 1}}}, ["actor.layout.pp"]),
+        ({"critic": {"layout": {"tp": 6}}}, ["critic.layout.tp: expected a divisor of the model's 4 key-value heads"]),
+        ({"rollout": {"tp": 6}}, ["rollout.tp: expected a divisor or a multiple of the model's 4 key-value heads"]),
+        ({"rollout": {"tp": 5}}, ["12 attention heads, found 5", "4 key-value heads, found 5"]),
+        ({"rollout": {"sampling": {"max_tokens": 1025}}}, ["expected at most 2048, the model's positions, found 2049"]),
+    ],
+)
+def test_everything_that_does_not_fit_is_listed(tmp_path: Path, sections: dict[str, object], expected: list[str]):
+    problems = errors(check_model(config(model(tmp_path), **sections)))
+    assert len(problems) == len(expected)
+    for problem, part in zip(problems, expected, strict=True):
+        assert part in problem.line() and problem.fix
+
+
+def test_uneven_stages_that_add_up_fit(tmp_path: Path):
+    layout = {"pp": 3, "num_layers_in_first_stage": 1, "num_layers_in_last_stage": 3}
+    assert not errors(check_model(config(model(tmp_path), actor={"layout": layout})))
+
+
+def test_a_critic_must_read_the_policys_tokens(tmp_path: Path):
+    critic = model(tmp_path / "critic", vocab_size=99)
+    problems = errors(check_model(config(model(tmp_path / "policy"), critic={"path": critic})))
+    assert [f"{problem.key}: {problem.problem}" for problem in problems] == [
+        "critic.path: expected the policy's vocabulary of 100, since the critic reads the policy's tokens, found 99"
+    ]
+
+
+def test_much_padding_of_the_vocabulary_is_worth_a_remark(tmp_path: Path):
+    (finding,) = check_model(config(model(tmp_path), actor={"layout": {"tp": 2}}))
+    assert finding.level == "warning" and "padded to 128 rows" in finding.problem
+    assert not check_model(config(model(tmp_path, vocab_size=128), actor={"layout": {"tp": 2}}))
+
+
+def test_sft_sequences_fit_the_positions(tmp_path: Path):
+    data = {"train": [{"kind": "reasoning_gym", "task": "chain_sum"}], "max_tokens": 4096}
+    sft = SftConfig.model_validate({"model": {"path": model(tmp_path)}, "data": data})
+    (finding,) = errors(check_model(sft))
+    assert finding.key == "data.max_tokens"
+    assert finding.problem == "expected at most 2048, the model's positions, found 4096"
+
+
+def test_a_missing_model_is_an_error_of_its_own(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"config\.json"):
+        check_model(config(str(tmp_path / "nowhere")))
