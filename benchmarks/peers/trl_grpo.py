@@ -59,6 +59,8 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(options.threads)
+    if options.vllm:
+        keep_vllm_weights_loadable()
     rows = [json.loads(line) for line in options.prompts.read_text().splitlines()]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows])
     clock = Clock()
@@ -100,6 +102,19 @@ def main() -> None:
     # ``num_tokens`` counts prompts and responses since the start.
     counts = [0.0, *(float(entry["num_tokens"]) for entry in trainer.state.log_history if "num_tokens" in entry)]
     print(json.dumps({"version": trl.__version__, "ends": clock.ends[1:], "tokens": differences(counts)}))
+
+
+def keep_vllm_weights_loadable() -> None:
+    """Let vLLM multiply by plain torch matrices on CPU.
+
+    It repacks them and leaves empty parameters otherwise, on which the update that TRL makes ends with an
+    AttributeError: without this the peer cannot be measured at all.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def differences(values: list[float]) -> list[float]:

@@ -5,7 +5,8 @@ they exist one chunk of tokens at a time, in the forward pass and again in the b
 
 Invariants:
 1. Never more than ``chunk_tokens`` rows of logits are held; what is saved for backward is [M] or an input.
-2. Inputs keep their dtype in the two matrix products; softmax, log-probs, entropy and sums are float32.
+2. Inputs keep their dtype in the matrix products, of which CUDA's yields float32 logits; softmax, log-probs, entropy
+   and sums are float32.
 3. Columns of the padded vocabulary are absent: no probability, no gradient.
 4. The result is the same on every tensor-parallel rank and does not depend on the tensor-parallel size.
 """
@@ -105,7 +106,11 @@ class _Shard:
 
 def _chunk_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """float32 logits [C, V'] of one chunk, divided by the temperature."""
-    logits = (hidden @ weight.t()).float()
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        # The sums are float32 inside the kernel: rounding them costs as much accuracy as all layers together.
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:  # PyTorch has no such product on CPU, and one of float32 operands takes three times as long there
+        logits = (hidden @ weight.t()).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
