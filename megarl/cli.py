@@ -176,10 +176,14 @@ def _explain(options: argparse.Namespace, run_dir: list[str]) -> int:
 
 
 def _presets(options: argparse.Namespace, run_dir: list[str]) -> int:
-    from megarl.config.load import presets
+    from megarl.config.load import GROUPS, group_presets, presets
 
     for preset in presets():
         print(f"megarl {preset.command:<5} {preset.name:<14} {preset.description}")
+    for group in GROUPS:
+        print(f"\nmegarl train PRESET {group}=NAME")
+        for part in group_presets(group):
+            print(f"  {group}={part.name:<28} {part.description}")
     return 0
 
 

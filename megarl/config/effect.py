@@ -8,12 +8,13 @@ are on the command line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.algorithm_rules import ESTIMATOR_SETTINGS, LOSS_SETTINGS
+from megarl.config.breach import AnyConfig, Breach, lookup
 from megarl.config.origin import FLAG_LEVEL, Origins
-from megarl.config.rules import AnyConfig, Breach, lookup
 from megarl.config.schema import TrainConfig
 
 RULE = "key_has_effect"
@@ -45,11 +46,18 @@ def _schedule(role: str) -> tuple[Switch, ...]:
 
 _KL_ON = (_equals("loss", "reward"), "where loss or reward")
 _WEIGHTS = (_equals("token", "sequence"), "weights token or sequence")
-_OWN_OR = "or your own estimator"
 
 
-def _estimator(*names: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda kind: kind in names or ":" in kind, f"kind {', '.join(names)} {_OWN_OR}"
+def _read_by(section: str, table: Mapping[str, frozenset[str]], own: str) -> tuple[Switch, ...]:
+    """Settings that only some estimators or losses read; one of the user's own may read any."""
+
+    def switch(name: str, kinds: frozenset[str]) -> Switch:
+        works: Callable[[Any], bool] = lambda kind: kind in kinds or ":" in str(kind)  # noqa: E731
+        return Switch(
+            f"{section}.{name}", f"{section}.kind", works, f"kind {', '.join(sorted(kinds))} or your own {own}"
+        )
+
+    return tuple(switch(name, kinds) for name, kinds in table.items())
 
 
 SWITCHES: tuple[Switch, ...] = (
@@ -69,9 +77,8 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("algorithm.correction.lower", "algorithm.correction.weights", *_WEIGHTS),
     Switch("algorithm.correction.normalize", "algorithm.correction.weights", *_WEIGHTS),
     Switch("algorithm.correction.group_stats", "algorithm.correction.reject", bool, "rejection"),
-    Switch("algorithm.advantage.lam", "algorithm.advantage.kind", *_estimator("gae")),
-    Switch("algorithm.advantage.bootstrap_truncated", "algorithm.advantage.kind", *_estimator("gae")),
-    Switch("algorithm.advantage.norm_by_std", "algorithm.advantage.kind", *_estimator("grpo", "grpo_passk", "gdpo")),
+    *_read_by("algorithm.advantage", ESTIMATOR_SETTINGS, "estimator"),
+    *_read_by("algorithm.policy_loss", LOSS_SETTINGS, "loss"),
     Switch("reward.path", "reward.kind", _equals("function"), "kind function"),
     Switch("reward.pattern", "reward.kind", lambda kind: kind != "function", "another kind than function"),
     Switch("rollout.gpu_memory_utilization", "cluster.device", _equals("cuda"), "device cuda"),

@@ -6,15 +6,18 @@ import difflib
 import json
 import re
 import textwrap
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from megarl.config import fields
+from megarl.config.breach import lookup
 from megarl.config.load import load_sft, load_train, presets
 from megarl.config.readers import Read, find_reads
-from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES, lookup
+from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES
 from megarl.config.schema import SftConfig, TrainConfig
+from megarl.config.schema.correction_presets import CORRECTION_PRESETS
 from megarl.errors import ConfigError, MegarlError
 
 _ROOTS: dict[str, type[TrainConfig] | type[SftConfig]] = {"train": TrainConfig, "sft": SftConfig}
@@ -84,11 +87,27 @@ def _describe(entry: fields.SchemaField) -> str:
         lines.append("  default   none: it has to be given")
     else:
         lines.append(f"  default   {_short(entry.default)}")
+    lines += _listed("values", _named_values(entry.pattern))
     lines += _listed("rules", [f"{name}: {doc}" for name, doc in _rules_about(entry.pattern)])
     lines += _listed("presets", _preset_values(entry.pattern))
     reads = [str(read) for read in reads_of(entry)]
     lines += _listed("read by", reads or ["nothing that could be found by following annotated names"])
     return "\n".join(lines)
+
+
+def _named_values(pattern: str) -> list[str]:
+    """Values that stand for other keys, and for which."""
+    if pattern != "algorithm.correction.preset":
+        return []
+    return [f"{name}: {', '.join(_settings(keys))}" for name, keys in CORRECTION_PRESETS.items()]
+
+
+def _settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name != "options":
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={_short(value)}"
 
 
 def _listed(title: str, items: list[str]) -> list[str]:

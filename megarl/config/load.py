@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -27,9 +27,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config import fields
+from megarl.config.breach import Breach
 from megarl.config.effect import keys_without_effect
 from megarl.config.origin import FLAG_LEVEL, Config, Loaded, Origin, Origins, shown_path
-from megarl.config.rules import Breach, check_rules
+from megarl.config.rules import check_rules
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.violations import Checked, check
 from megarl.errors import ConfigError, SetupError
@@ -37,9 +38,13 @@ from megarl.errors import ConfigError, SetupError
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
+GROUPS = ("algorithm",)
+"""Directories of ``configs/`` whose files set a part of a configuration: ``algorithm=dapo``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One YAML file of ``configs/``: its name, first comment line and path."""
+    """One YAML file of ``configs/`` or of a group in it: its name, first comment line and path."""
 
     name: str
     description: str
@@ -74,6 +79,12 @@ def presets() -> list[Preset]:
     return [Preset(path.stem, _first_comment(path), path) for path in sorted(configs_dir().glob("*.yaml"))]
 
 
+def group_presets(group: str) -> list[Preset]:
+    """The presets of one of ``GROUPS``, by name; chosen with ``group=NAME``."""
+    paths = sorted((configs_dir() / group).glob("*.yaml"))
+    return [Preset(path.stem, _first_comment(path), path) for path in paths]
+
+
 def configs_dir() -> Path:
     """``configs/`` inside an installed package, else beside the package in a checkout.
 
@@ -91,7 +102,8 @@ def configs_dir() -> Path:
 
 
 def _first_comment(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = next((line for line in lines if not line.startswith("# @package")), "")
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
@@ -162,9 +174,12 @@ def _compose(preset: str, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
     try:
         with initialize_config_dir(str(path.parent.resolve()), job_name="megarl", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
-            flags = [_as_hydra_flag(flag, loader) for flag in parsed]
-            if path.parent.resolve() != configs_dir():  # a user's file may build on a preset
-                flags.append(f"hydra.searchpath=['file://{configs_dir()}']")
+            # A user's file may build on a preset.
+            is_own = path.parent.resolve() != configs_dir()
+            searched = [f"hydra.searchpath=['file://{configs_dir()}']"] if is_own else []
+            _check_groups(parsed, loader)
+            chosen = loader.compute_defaults_list(path.stem, searched, RunMode.RUN).overrides.known_choices
+            flags = [_as_hydra_flag(flag, loader, chosen) for flag in parsed] + searched
             composed = compose(path.stem, flags)
             origins = _origins(loader, path.stem, flags, parsed)
             given = OmegaConf.to_container(composed, resolve=False)
@@ -235,12 +250,30 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _as_hydra_flag(flag: Override, loader: ConfigLoader) -> str:
-    """``key=value`` as ``++key=value`` (invariant 1), except where the key is a config group."""
+def _as_hydra_flag(flag: Override, loader: ConfigLoader, chosen: Container[str]) -> str:
+    """``key=value`` as ``++key=value`` (invariant 1); a group goes behind the file's keys if the file chose none."""
     text = str(flag.input_line)
-    plain_change = not (flag.is_add() or flag.is_force_add() or flag.is_delete())
+    if flag.is_add() or flag.is_force_add() or flag.is_delete():
+        return text
+    if _names_a_group(flag):
+        return text if flag.key_or_group in chosen else f"+{text}"
     is_group = flag.key_or_group in loader.list_groups("") or "/" in str(flag.key_or_group) or flag.package is not None
-    return f"++{text}" if plain_change and not is_group else text
+    return text if is_group and flag.key_or_group not in GROUPS else f"++{text}"
+
+
+def _check_groups(parsed: Sequence[Override], loader: ConfigLoader) -> None:
+    for flag in filter(_names_a_group, parsed):
+        group, name = str(flag.key_or_group), str(flag.value())
+        known = sorted({preset.name for preset in group_presets(group)} | set(loader.get_group_options(group)))
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(f"no preset {group}={name}", fix=f"{hint}Choose one of {', '.join(known)}")
+
+
+def _names_a_group(flag: Override) -> bool:
+    """``algorithm=dapo``, and not ``algorithm={...}``, which is a section given whole."""
+    return flag.key_or_group in GROUPS and isinstance(flag.value(), str)
 
 
 def _origins(loader: ConfigLoader, name: str, flags: list[str], parsed: list[Override]) -> Origins:
@@ -260,7 +293,9 @@ def _origins(loader: ConfigLoader, name: str, flags: list[str], parsed: list[Ove
         key = str(flag.key_or_group)
         if flag.is_delete():
             origins.remove(key)
-        elif key not in groups and "/" not in key:
+        elif _names_a_group(flag) or (key in groups and key not in GROUPS) or "/" in key:
+            continue  # its file is a layer of its own
+        else:
             origins.put_value(key, _plain(flag.value()), Origin(f"command line: {flag.input_line}", FLAG_LEVEL))
     return origins
 

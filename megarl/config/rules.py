@@ -2,80 +2,20 @@
 
 A rule gets the validated configuration and yields a ``Breach`` for each way it is broken: the keys involved and what
 was expected of them. Values and origins are looked up by key, so a message cannot disagree with the configuration.
-What needs the model's own numbers (heads, layers) is ``planning/doctor.py``.
+``algorithm_rules.py`` has those of the algorithm. What needs the model's own numbers (heads, layers) is
+``planning/doctor.py``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from megarl.config.origin import Origins
+from megarl.config.algorithm_rules import ALGORITHM_RULES
+from megarl.config.breach import AnyConfig, Breach
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.data import FileSource, GymSource
 from megarl.config.schema.roles import ActorConfig, CriticConfig
-
-AnyConfig = TrainConfig | SftConfig
-
-VALUE_ESTIMATORS = frozenset({"gae"})
-"""Registered estimators that need a critic."""
-GROUP_ESTIMATORS = frozenset(
-    {
-        "grpo",
-        "rloo",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "grpo_passk",
-        "gdpo",
-        "optimal_token_baseline",
-    }
-)
-"""Registered estimators whose baseline is the response's group."""
-OTHER_ESTIMATORS = frozenset({"reinforce_plus_plus", "remax"})
-"""Registered estimators that need neither."""
-UNFED_ESTIMATORS = {
-    "remax": "the score of a greedy response to each prompt",
-    "gdpo": "scores per reward component",
-    "optimal_token_baseline": "the sum of squared token probabilities",
-}
-"""Estimators that are pure functions so far: the step does not produce what they read."""
-FIXED_AGGREGATION = {"gspo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
-"""Policy losses that are defined for one aggregation only."""
-
-
-@dataclass(frozen=True, slots=True)
-class Breach:
-    """One broken rule."""
-
-    keys: tuple[str, ...]
-    expected: str
-    rule: str = ""
-
-    def line(self, config: AnyConfig, origins: Origins) -> str:
-        """``keys: expected ..., found key=value (origin), ... [rule name]``."""
-        found = ", ".join(f"{key}={_show(lookup(config, key))} ({origins.near(key)})" for key in self.keys)
-        return f"{self.keys[0]}: expected {self.expected}, found {found} [rule {self.rule}]"
-
-
-def lookup(config: Any, key: str) -> Any:
-    """Value at a key of a configuration; a key below an absent section has no value."""
-    for part in key.split("."):
-        if isinstance(config, list):
-            config = config[int(part)]
-        else:
-            config = getattr(config, part, None)
-    return config
-
-
-def _show(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (str, int, float)):
-        return str(value)
-    return f"{len(value)} items" if isinstance(value, list) else "a section"
 
 
 def check_rules(config: AnyConfig) -> Iterator[Breach]:
@@ -192,29 +132,6 @@ def _same_prompts(one: GymSource, other: GymSource) -> bool:
 # Rules of RL training
 
 
-def group_estimator_needs_group(config: TrainConfig) -> Iterator[Breach]:
-    """A group-relative baseline does not exist for a group of one."""
-    if config.algorithm.advantage.kind in GROUP_ESTIMATORS and config.rollout.samples_per_prompt == 1:
-        keys = ("rollout.samples_per_prompt", "algorithm.advantage.kind")
-        yield Breach(keys, f"samples_per_prompt >= 2 for {config.algorithm.advantage.kind}")
-
-
-def estimator_gets_its_inputs(config: TrainConfig) -> Iterator[Breach]:
-    """An estimator runs only where the step produces what it reads."""
-    kind = config.algorithm.advantage.kind
-    if kind in UNFED_ESTIMATORS:
-        yield Breach(("algorithm.advantage.kind",), f"another estimator: a step has no {UNFED_ESTIMATORS[kind]}")
-
-
-def critic_matches_estimator(config: TrainConfig) -> Iterator[Breach]:
-    """A critic is trained exactly where the estimator reads its values; an estimator of your own decides for itself."""
-    kind = config.algorithm.advantage.kind
-    if kind in VALUE_ESTIMATORS and config.critic is None:
-        yield Breach(("critic", "algorithm.advantage.kind"), f"a critic section for {kind}")
-    if kind in GROUP_ESTIMATORS | OTHER_ESTIMATORS and config.critic is not None:
-        yield Breach(("critic", "algorithm.advantage.kind"), f"no critic for {kind} (remove it with ~critic)")
-
-
 def minibatch_divides_batch(config: TrainConfig) -> Iterator[Breach]:
     """Every update of a step sees as many responses as the others."""
     batch = config.data.prompts_per_step * config.rollout.samples_per_prompt
@@ -242,72 +159,6 @@ def _minibatches(config: TrainConfig) -> Iterator[tuple[str, int | None]]:
     yield "algorithm.minibatch_size", config.algorithm.minibatch_size
     if config.critic is not None:
         yield "critic.minibatch_size", config.critic.minibatch_size
-
-
-def kl_has_weight(config: TrainConfig) -> Iterator[Breach]:
-    """A reference policy that is computed and then weighted with 0 costs a forward pass for nothing."""
-    kl = config.algorithm.kl
-    if kl.where != "none" and kl.coef == 0:
-        yield Breach(("algorithm.kl.coef", "algorithm.kl.where"), "coef > 0, or where=none")
-
-
-def adaptive_kl_is_in_reward(config: TrainConfig) -> Iterator[Breach]:
-    """The adaptive controller steers a KL that was subtracted from the reward."""
-    if config.algorithm.kl.adaptive and config.algorithm.kl.where != "reward":
-        yield Breach(("algorithm.kl.adaptive", "algorithm.kl.where"), "where=reward with adaptive")
-
-
-def reward_kl_has_no_gradient(config: TrainConfig) -> Iterator[Breach]:
-    """The ``+`` estimators change only the gradient, and a reward has none."""
-    kl = config.algorithm.kl
-    if kl.where == "reward" and kl.estimator.endswith("+"):
-        yield Breach(("algorithm.kl.estimator", "algorithm.kl.where"), f"{kl.estimator.rstrip('+')} in the reward")
-
-
-def bypass_needs_full_softmax(config: TrainConfig) -> Iterator[Breach]:
-    """Under top-p, top-k or min-p the engine's log-probs are of another distribution than the trainer's."""
-    sampling = config.rollout.sampling
-    if config.algorithm.old_log_probs != "bypass":
-        return
-    for name, neutral in (("top_p", (1.0,)), ("top_k", (-1, 0)), ("min_p", (0.0,))):
-        if getattr(sampling, name) not in neutral:
-            keys = (f"rollout.sampling.{name}", "algorithm.old_log_probs")
-            yield Breach(keys, f"{name}={neutral[0]} with bypass, or old_log_probs=decoupled")
-
-
-def current_needs_one_update(config: TrainConfig) -> Iterator[Breach]:
-    """The policy before the update is the current one only in the first update, and only known inside it."""
-    algorithm, correction = config.algorithm, config.algorithm.correction
-    if algorithm.old_log_probs != "current":
-        return
-    key, batch = "algorithm.old_log_probs", config.data.prompts_per_step * config.rollout.samples_per_prompt
-    if algorithm.epochs > 1 or algorithm.minibatch_size not in (None, batch):
-        keys = (key, "algorithm.epochs", "algorithm.minibatch_size")
-        yield Breach(keys, "decoupled where a step has several updates")
-    if correction.weights != "none" or correction.reject:
-        keys = (key, "algorithm.correction.weights", "algorithm.correction.reject")
-        yield Breach(keys, "decoupled with a rollout correction")
-    if algorithm.kl.where == "reward":
-        yield Breach((key, "algorithm.kl.where"), "decoupled with a KL in the reward")
-    if algorithm.advantage.kind == "optimal_token_baseline":
-        yield Breach((key, "algorithm.advantage.kind"), "decoupled with an estimator that reads old log-probs")
-
-
-def norm_needs_length(config: TrainConfig) -> Iterator[Breach]:
-    """seq-mean-token-sum-norm divides by a constant length."""
-    loss = config.algorithm.policy_loss
-    if loss.aggregation == "seq-mean-token-sum-norm" and loss.aggregation_length is None:
-        prefix = "algorithm.policy_loss"
-        keys = (f"{prefix}.aggregation_length", f"{prefix}.aggregation")
-        yield Breach(keys, "a length for seq-mean-token-sum-norm")
-
-
-def loss_fits_aggregation(config: TrainConfig) -> Iterator[Breach]:
-    """A loss of whole rows has no other mean than that over rows."""
-    loss = config.algorithm.policy_loss
-    fixed = FIXED_AGGREGATION.get(loss.kind)
-    if fixed is not None and loss.aggregation != fixed:
-        yield Breach(("algorithm.policy_loss.aggregation", "algorithm.policy_loss.kind"), f"{fixed} for {loss.kind}")
 
 
 def training_samples(config: TrainConfig) -> Iterator[Breach]:
@@ -404,18 +255,9 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     held_out_is_held_out,
 )
 TRAIN_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
-    group_estimator_needs_group,
-    estimator_gets_its_inputs,
-    critic_matches_estimator,
+    *ALGORITHM_RULES,
     minibatch_divides_batch,
     minibatch_feeds_every_rank,
-    kl_has_weight,
-    adaptive_kl_is_in_reward,
-    reward_kl_has_no_gradient,
-    bypass_needs_full_softmax,
-    current_needs_one_update,
-    norm_needs_length,
-    loss_fits_aggregation,
     training_samples,
     model_len_holds_longest_sequence,
     engine_fits_a_node,

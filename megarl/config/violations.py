@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.config import fields
+from megarl.config.breach import Breach
 from megarl.config.origin import Config, Origins
-from megarl.config.rules import Breach
 from megarl.config.schema.base import StrictModel
 
 _REPAIR_ROUNDS = 8

@@ -173,7 +173,8 @@ def test_explain_and_presets(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["explain", "rolout.tp"]) == 2
     assert "did you mean" in capsys.readouterr().err
     assert cli.main(["presets"]) == 0
-    assert "megarl train grpo_tiny " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "megarl train grpo_tiny " in printed and "\n  algorithm=dapo " in printed
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):

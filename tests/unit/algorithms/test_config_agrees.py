@@ -10,8 +10,19 @@ import torch
 from megarl.algorithms.advantages import ESTIMATORS, build_estimator
 from megarl.algorithms.correction import STATISTICS, Correction, Rejection
 from megarl.algorithms.kl import kl_penalty
-from megarl.algorithms.policy_losses import build_policy_loss
-from megarl.config.rules import GROUP_ESTIMATORS, VALUE_ESTIMATORS
+from megarl.algorithms.policy_losses import POLICY_LOSSES, build_policy_loss
+from megarl.algorithms.registry import keywords_of
+from megarl.config.algorithm_rules import (
+    ESTIMATOR_OPTIONS,
+    ESTIMATOR_SETTINGS,
+    FIXED_AGGREGATION,
+    GROUP_ESTIMATORS,
+    LOSS_OPTIONS,
+    LOSS_SETTINGS,
+    OTHER_ESTIMATORS,
+    REQUIRED_OPTIONS,
+    VALUE_ESTIMATORS,
+)
 from megarl.config.schema.algorithm import AlgorithmConfig, KlEstimator, RejectionStatistic
 from megarl.config.schema.correction_presets import CORRECTION_PRESETS, CorrectionPreset
 
@@ -23,6 +34,27 @@ def test_estimators_need_what_the_rules_say() -> None:
     }
     assert {k for k, e in made.items() if e.needs_groups} == GROUP_ESTIMATORS
     assert {k for k, e in made.items() if e.needs_values} == VALUE_ESTIMATORS
+    assert set(made) == VALUE_ESTIMATORS | GROUP_ESTIMATORS | OTHER_ESTIMATORS
+
+
+def test_estimators_and_losses_take_what_the_rules_say() -> None:
+    taken = {name: set(keywords_of(ESTIMATORS.get(name).function)) for name in ESTIMATORS.names()}
+    assert {name: keywords - set(ESTIMATOR_SETTINGS) for name, keywords in taken.items()} == ESTIMATOR_OPTIONS
+    for setting, readers in ESTIMATOR_SETTINGS.items():
+        assert {name for name, keywords in taken.items() if setting in keywords} == readers, setting
+    fed = {"row_id", "seed", "reduce"}
+    entries = {name: POLICY_LOSSES.get(name) for name in POLICY_LOSSES.names()}
+    formulas = {name: keywords_of(entry.formula) for name, entry in entries.items()}
+    passes = {name: keywords_of(entry.first_pass) if entry.first_pass else {} for name, entry in entries.items()}
+    keywords = {name: {**passes[name], **formulas[name]} for name in entries}
+    options = {name: set(found) - fed - set(LOSS_SETTINGS) for name, found in keywords.items()}
+    assert options == LOSS_OPTIONS
+    for setting, readers in LOSS_SETTINGS.items():
+        assert {name for name, found in keywords.items() if setting in found} == readers, setting
+    required = {name: tuple(key for key in options[name] if not keywords[name][key]) for name in entries}
+    assert {name: keys for name, keys in required.items() if keys} == REQUIRED_OPTIONS
+    fixed = {name: entry.aggregation for name, entry in entries.items()}
+    assert {name: aggregation for name, aggregation in fixed.items() if aggregation} == FIXED_AGGREGATION
 
 
 def test_names_agree() -> None:

@@ -5,6 +5,7 @@ import pytest
 from megarl.config import fields
 from megarl.config.explain import all_keys, explain
 from megarl.config.schema import SftConfig, TrainConfig
+from megarl.config.schema.correction_presets import CORRECTION_PRESETS
 from megarl.errors import ConfigError
 
 ROOTS = (TrainConfig, SftConfig)
@@ -27,6 +28,13 @@ def test_the_default_is_that_of_the_place_not_of_the_class():
 def test_allowed_values_and_required_keys():
     assert "one of none, loss, reward" in explain("algorithm.kl.where")
     assert "default   none: it has to be given" in explain("model.path")
+
+
+def test_presets_of_a_correction_are_listed_with_what_they_stand_for():
+    text = explain("algorithm.correction.preset")
+    for name in CORRECTION_PRESETS:
+        assert f" {name}: old_log_probs=" in text
+    assert 'correction.weights="token", correction.upper=5.0, correction.lower=0.5' in text
 
 
 @pytest.mark.parametrize("key", ["data.train.0.path", "data.train[0].path", "data.train.path", "data.train.*.path"])

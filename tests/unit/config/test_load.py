@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.load import configs_dir, load_sft, load_train, presets
+from megarl.config.load import Preset, configs_dir, group_presets, load_sft, load_train, presets
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.data import FileSource, GymSource
 from megarl.errors import ConfigError
@@ -29,6 +29,53 @@ def test_every_preset_binds_and_says_what_it_is(path: Path):
 def test_the_presets_of_the_readme_exist():
     wanted = {"sft_tiny", "grpo_tiny", "ppo_tiny", "grpo_smollm2", "grpo_7b", "ppo_7b", "grpo_70b"}
     assert wanted <= {preset.name for preset in presets()}
+
+
+ALGORITHMS = {
+    "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "opo", "gmpo", "sapo", "clip_cov", "kl_cov",
+}  # fmt: skip
+
+
+def test_the_algorithms_by_name_are_there():
+    assert {preset.name for preset in group_presets("algorithm")} == ALGORITHMS
+
+
+@pytest.mark.parametrize("preset", group_presets("algorithm"), ids=lambda preset: preset.name)
+def test_an_algorithm_binds_over_a_run_preset_and_flags_go_before_it(preset: Preset):
+    assert len(preset.description) > 20
+    for base, flags in (("grpo_7b", []), ("ppo_tiny", ["~critic"])):
+        loaded = load_train(base, [f"algorithm={preset.name}", *(flags if preset.name != "ppo" else [])])
+        kind = loaded.origins.of("algorithm.policy_loss.kind")
+        assert str(kind).startswith(f"configs/algorithm/{preset.name}.yaml:")
+        # Nothing that makes an algorithm what it is is left to the preset below.
+        for key in ("advantage.kind", "policy_loss.aggregation", "kl.where", "old_log_probs"):
+            assert "configs/algorithm/" in str(loaded.origins.of(f"algorithm.{key}")), key
+    flagged = load_train(
+        "grpo_tiny", ["algorithm.kl.estimator=k2", f"algorithm={preset.name}", "algorithm.kl.where=loss"]
+    )
+    assert flagged.config.algorithm.kl.estimator == "k2"  # wherever it stands on the command line
+
+
+def test_a_file_of_ones_own_may_choose_an_algorithm(tmp_path: Path):
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: [grpo_tiny, {algorithm: dapo}, _self_]\nalgorithm: {epochs: 2}\n")
+    config = load_train(str(own)).config.algorithm
+    assert (config.policy_loss.clip_high, config.epochs) == (0.28, 2)
+    config = load_train(str(own), ["algorithm=gspo", "algorithm.epochs=3"]).config.algorithm
+    assert (config.policy_loss.kind, config.epochs) == ("gspo", 3)
+
+
+def test_ppo_by_name_brings_a_critic_like_the_actor():
+    config = load_train("grpo_7b", ["algorithm=ppo"]).config
+    assert config.critic is not None
+    assert (config.critic.layout, config.critic.engine) == (config.actor.layout, config.actor.engine)
+
+
+def test_a_wrong_algorithm_gets_a_suggestion_and_a_section_is_no_name():
+    with pytest.raises(ConfigError, match=r"no preset algorithm=dappo .* did you mean dapo\?"):
+        load_train("grpo_tiny", ["algorithm=dappo"])
+    assert load_train("grpo_tiny", ["algorithm={epochs: 3}"]).config.algorithm.epochs == 3
 
 
 @pytest.mark.parametrize("name", ["grpo_7b", "ppo_7b", "grpo_70b"])

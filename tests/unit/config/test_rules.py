@@ -6,21 +6,15 @@ import pytest
 
 from megarl.config.effect import RULE, SWITCHES
 from megarl.config.load import load_sft, load_train
-from megarl.config.rules import (
-    COMMON_RULES,
-    FIXED_AGGREGATION,
-    GROUP_ESTIMATORS,
-    OTHER_ESTIMATORS,
-    SFT_RULES,
-    TRAIN_RULES,
-    VALUE_ESTIMATORS,
-)
+from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES
 from megarl.errors import ConfigError
 
 GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
 CRITIC = ["algorithm.advantage.kind=gae", "+critic.warmup_steps=0"]
 LINEAR = "actor.optimizer.schedule.kind=linear"
 WEIGHTS = "algorithm.correction.weights=token"
+REJECT = "algorithm.correction.reject=[{statistic: token_k3, upper: 1}]"
+GPG = "algorithm.policy_loss.kind=gpg"
 CURRENT = "algorithm.old_log_probs=current"
 NORM = "algorithm.policy_loss.aggregation=seq-mean-token-sum-norm"
 
@@ -102,6 +96,20 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             ["data.validation=[{path: other.jsonl, answer_column: a}]"],
         ),
     ],
+    "algorithm_is_known": [
+        ("algorithm.advantage.kind", ["algorithm.advantage.kind=gprpo"], ["algorithm.advantage.kind='mine:estimate'"]),
+        ("algorithm.policy_loss.kind", ["algorithm.policy_loss.kind=pppo"], ["algorithm.policy_loss.kind=gpg"]),
+        (
+            "algorithm.policy_loss.options",
+            ["algorithm.policy_loss.kind=sapo", "algorithm.policy_loss.options={tau: 1}"],
+            ["algorithm.policy_loss.kind=sapo", "algorithm.policy_loss.options={tau_pos: 1}"],
+        ),
+        (
+            "algorithm.policy_loss.options",
+            ["algorithm.policy_loss.kind=dro"],
+            ["algorithm.policy_loss.kind=dro", "algorithm.policy_loss.options={dro_beta: 0.1}"],
+        ),
+    ],
     "group_estimator_needs_group": [
         ("rollout.samples_per_prompt", ["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", *CRITIC])
     ],
@@ -159,12 +167,14 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             ["algorithm.kl.where=loss", "algorithm.kl.estimator=k3+"],
         )
     ],
-    "bypass_needs_full_softmax": [
+    "ratios_need_full_softmax": [
         (
             "rollout.sampling.top_p",
             ["algorithm.old_log_probs=bypass", "rollout.sampling.top_p=0.9"],
             ["algorithm.old_log_probs=bypass"],
         ),
+        ("rollout.sampling.top_p", [WEIGHTS, "rollout.sampling.top_p=0.9"], ["rollout.sampling.top_p=0.9"]),
+        ("rollout.sampling.min_p", [REJECT, "rollout.sampling.min_p=0.1"], [REJECT]),
         (
             "rollout.sampling.top_k",
             ["algorithm.old_log_probs=bypass", "rollout.sampling.top_k=20"],
@@ -278,19 +288,6 @@ def test_every_rule_has_a_case():
     assert {rule.__name__ for rule in SFT_RULES} <= set(SFT_CASES)
 
 
-def test_the_names_of_estimators_and_losses_are_those_of_the_algorithms():
-    # The rules run on a login node without torch, so the names stand in rules.py a second time.
-    from megarl.algorithms.advantages import ESTIMATORS
-    from megarl.algorithms.policy_losses import POLICY_LOSSES
-
-    needs = {name: ESTIMATORS.get(name).needs for name in ESTIMATORS.names()}
-    assert {name for name, need in needs.items() if "values" in need} == VALUE_ESTIMATORS
-    assert {name for name, need in needs.items() if "groups" in need} == GROUP_ESTIMATORS
-    assert set(needs) == VALUE_ESTIMATORS | GROUP_ESTIMATORS | OTHER_ESTIMATORS
-    fixed = {name: POLICY_LOSSES.get(name).aggregation for name in POLICY_LOSSES.names()}
-    assert {name: aggregation for name, aggregation in fixed.items() if aggregation} == FIXED_AGGREGATION
-
-
 def test_every_rule_says_why():
     for rule in (*TRAIN_RULES, *COMMON_RULES, *SFT_RULES):
         assert rule.__doc__, rule.__name__
@@ -344,9 +341,13 @@ EFFECT_CASES = {
     "algorithm.correction.lower": ("0.5", [WEIGHTS]),
     "algorithm.correction.normalize": ("true", [WEIGHTS]),
     "algorithm.correction.group_stats": ("all", ["algorithm.correction.reject=[{statistic: token_k3, upper: 1}]"]),
+    "algorithm.advantage.gamma": ("0.9", CRITIC),
     "algorithm.advantage.lam": ("0.9", CRITIC),
     "algorithm.advantage.bootstrap_truncated": ("true", CRITIC),
     "algorithm.advantage.norm_by_std": ("true", None),
+    "algorithm.policy_loss.clip_low": ("0.1", None),
+    "algorithm.policy_loss.clip_high": ("0.1", None),
+    "algorithm.policy_loss.dual_clip": ("4", None),
     "reward.path": ("'a:b'", ["reward.kind=function"]),
     "reward.pattern": ("'^a'", None),
     "rollout.gpu_memory_utilization": ("0.5", GPU),
@@ -355,6 +356,9 @@ EFFECT_CASES = {
 }
 OFF = {  # keys that have an effect in the test configuration, and what takes it away
     "algorithm.advantage.norm_by_std": CRITIC,
+    "algorithm.policy_loss.clip_low": [GPG],
+    "algorithm.policy_loss.clip_high": [GPG],
+    "algorithm.policy_loss.dual_clip": [GPG],
     "reward.pattern": ["reward.kind=function", "reward.path='a:b'"],
     "rollout.kv_cache_gib": GPU,
     "rollout.threads_per_rank": GPU,
