@@ -13,7 +13,8 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models.family import Family
-from megarl.models.spec import ModelSpec, RopeScaling
+from megarl.models.hf_experts import expert_keys, read_experts, read_latent_attention
+from megarl.models.spec import ModelSpec, RopeScaling, YarnScaling
 
 SIZES = {
     "vocab_size": "vocab_size",
@@ -33,6 +34,7 @@ READ = {
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "partial_rotary_factor",
     "tie_word_embeddings",
     "bos_token_id",
     "eos_token_id",
@@ -69,7 +71,6 @@ COMMON_ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "is_encoder_decoder": (False, None),
     "rope_interleaved": (False, None),
-    "partial_rotary_factor": (1, None),
     "chunk_size_feed_forward": (0, None),
 }
 
@@ -79,7 +80,12 @@ def read_spec(config: Mapping[str, Any], family: Family, *, where: str) -> Model
     problems: list[str] = []
     sizes = _read_sizes(config, family, problems)
     problems += _refused_options(config, family)
-    theta, scaling = _read_rope(config, problems)
+    theta, scaling, rotary = _read_rope(config, family, problems)
+    moe = read_experts(config, family, sizes.get("num_layers", 0), problems)
+    mla = read_latent_attention(config, family, problems)
+    if mla is not None:
+        sizes["head_dim"] = mla.nope_head_dim + mla.rope_head_dim
+    qk_norm = config.get(family.qk_norm_key, False) if family.qk_norm_key is not None else family.qk_norm
     eps = _positive(config, "rms_norm_eps", 1e-6, problems)
     init_std = _positive(config, "initializer_range", 0.02, problems)
     tied = config.get("tie_word_embeddings", False)
@@ -96,11 +102,14 @@ def read_spec(config: Mapping[str, Any], family: Family, *, where: str) -> Model
         rope_scaling=scaling,
         tied_embeddings=tied,
         qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=bool(qk_norm),
         bos_token_id=_first(_token_ids(config, "bos_token_id")),
         eos_token_ids=_token_ids(config, "eos_token_id"),
         pad_token_id=_first(_token_ids(config, "pad_token_id")),
         init_std=init_std,
+        rotary_fraction=rotary,
+        moe=moe,
+        mla=mla,
         **sizes,
     )
 
@@ -132,7 +141,10 @@ def _read_sizes(config: Mapping[str, Any], family: Family, problems: list[str]) 
 def _refused_options(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [f"{key} is missing" for key in family.required if key not in config]
     only = {**COMMON_ONLY, **family.only}
+    known = READ | HARMLESS | expert_keys(family) | set(family.unused) | {family.qk_norm_key}
     for key, value in config.items():
+        if key in family.unused:
+            continue
         if key in only:
             if value not in only[key]:
                 accepted = " or ".join(repr(choice) for choice in only[key] if choice is not None) or "null"
@@ -140,7 +152,7 @@ def _refused_options(config: Mapping[str, Any], family: Family) -> list[str]:
         elif key == "layer_types":
             if kinds := {kind for kind in value or () if kind != "full_attention"}:
                 problems.append(f"layer_types has {', '.join(map(repr, sorted(kinds)))}, only 'full_attention' works")
-        elif key not in READ and key not in HARMLESS and key not in family.unused and value not in _EMPTY:
+        elif key not in known and value not in _EMPTY:
             problems.append(f"{key} is {value!r}, an option megarl does not know")
     return problems
 
@@ -148,8 +160,10 @@ def _refused_options(config: Mapping[str, Any], family: Family) -> list[str]:
 _EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
-def _read_rope(config: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
-    """Base frequency and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
+def _read_rope(
+    config: Mapping[str, Any], family: Family, problems: list[str]
+) -> tuple[float, RopeScaling | YarnScaling | None, float]:
+    """Base frequency, scaling and part of a head, from ``rope_parameters`` (transformers 5) or the older keys."""
     options: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
@@ -157,7 +171,7 @@ def _read_rope(config: Mapping[str, Any], problems: list[str]) -> tuple[float, R
             continue
         if not isinstance(value, Mapping) or any(isinstance(entry, Mapping) for entry in value.values()):
             problems.append(f"{key} is {value!r}, only one set of parameters for all layers is supported")
-            return 10000.0, None
+            return 10000.0, None, 1.0
         options.update(value)
     theta = options.pop("rope_theta", config.get("rope_theta", 10000.0))
     if "rope_theta" in config and config["rope_theta"] != theta:
@@ -167,16 +181,48 @@ def _read_rope(config: Mapping[str, Any], problems: list[str]) -> tuple[float, R
         theta = 10000.0
     legacy = options.pop("type", None)
     kind = options.pop("rope_type", legacy)
-    if options.pop("partial_rotary_factor", 1) not in (1, None):
-        problems.append("partial_rotary_factor other than 1 is not supported")
-    scaling = None
+    default = family.partial_rotary if family.partial_rotary is not None else 1.0
+    rotary = options.pop("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    rotary = default if rotary is None else rotary
+    if rotary != 1 and family.partial_rotary is None:
+        problems.append(f"partial_rotary_factor is {rotary!r}, only 1 is supported")
+    scaling: RopeScaling | YarnScaling | None = None
     if kind == "llama3":
         scaling = _read_llama3(options, problems)
+    elif kind == "yarn" and family.latent:
+        scaling = _read_yarn(options, problems)
     elif kind not in (None, "default"):
-        problems.append(f"rope_type is {kind!r}, only 'default' and 'llama3' are supported")
+        supported = "'default' and 'yarn'" if family.latent else "'default' and 'llama3'"
+        problems.append(f"rope_type is {kind!r}, only {supported} are supported")
         options.clear()
     problems.extend(f"rope parameter {key} is {value!r}, which megarl does not know" for key, value in options.items())
-    return float(theta), scaling
+    return float(theta), scaling, float(rotary)
+
+
+def _read_yarn(options: dict[str, Any], problems: list[str]) -> YarnScaling:
+    """YaRN with the defaults of transformers' DeepSeek models."""
+    values: dict[str, float] = {}
+    for key, default in (
+        ("factor", None),
+        ("original_max_position_embeddings", None),
+        ("beta_fast", 32.0),
+        ("beta_slow", 1.0),
+        ("mscale", 1.0),
+        ("mscale_all_dim", 0.0),
+    ):
+        value = options.pop(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+            problems.append(f"rope scaling's {key} is {value!r}, which is no number of at least 0")
+            value = 1.0
+        values[key] = float(value)
+    return YarnScaling(
+        factor=values["factor"],
+        original_max_position=int(values["original_max_position_embeddings"]),
+        beta_fast=values["beta_fast"],
+        beta_slow=values["beta_slow"],
+        mscale=values["mscale"],
+        mscale_all_dim=values["mscale_all_dim"],
+    )
 
 
 def _read_llama3(options: dict[str, Any], problems: list[str]) -> RopeScaling | None:

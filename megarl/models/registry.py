@@ -8,18 +8,48 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError
+from megarl.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megarl.models.families.glm4_moe import GLM4_MOE
 from megarl.models.families.llama import LLAMA, MISTRAL
+from megarl.models.families.mixtral import MIXTRAL
 from megarl.models.families.qwen2 import QWEN2
+from megarl.models.families.qwen2_moe import QWEN2_MOE
 from megarl.models.families.qwen3 import QWEN3
+from megarl.models.families.qwen3_moe import QWEN3_MOE
 from megarl.models.family import Family
 from megarl.models.hf_config import read_spec
 from megarl.models.spec import ModelSpec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
+    )
+}
+
+_SANDWICH = (
+    "norms after attention and feed-forward part, for which Megatron-Core's layer (0.16 to 0.19) has no place, "
+    "norm weights as 1 + w, which its own norms lack, and embeddings scaled by the square root of the hidden size"
+)
+
+REFUSED: dict[str, str] = {
+    "gemma": "norm weights as 1 + w, which Megatron-Core's own norms (0.16 to 0.19) lack, and scaled embeddings",
+    "gemma2": _SANDWICH + ", and soft-capped logits",
+    "gemma3": _SANDWICH,
+    "gemma3_text": _SANDWICH,
+    "glm4": "norms after attention and feed-forward part, for which Megatron-Core's layer (0.16 to 0.19) has no place",
+}
+"""Families that the installed Megatron-Core cannot hold, and why."""
 
 
 def family_named(name: str) -> Family:
     """The family of a ``model_type``. Raises ModelError for one that megarl does not know."""
+    if name in REFUSED:
+        raise ModelError(
+            f"model_type {name!r} cannot be held by Megatron-Core: it has {REFUSED[name]}",
+            fix="use a model of a known family",
+        )
     if name not in FAMILIES:
         raise ModelError(
             f"model_type {name!r} is none of the families megarl knows ({', '.join(sorted(FAMILIES))})",

@@ -3,8 +3,8 @@
 One declaration serves both directions and every layout; ``megarl/weights/layout.py`` turns it into rectangles.
 
 Invariants:
-1. A rule names its tensors with templates whose only variable is ``{layer}``: the stage-local index on Megatron's
-   side, the global index on Hugging Face's.
+1. A rule names its tensors with templates whose only variables are ``{layer}`` and ``{expert}``: the index inside the
+   pipeline stage and inside the expert-parallel rank on Megatron's side, the global indices on Hugging Face's.
 2. A rule states the full Hugging Face shape of each tensor in named dims of the spec, so that a layout needs no
    checkpoint and a checkpoint can be checked against it.
 """
@@ -21,9 +21,43 @@ from megarl.models.spec import ModelSpec
 NamingScheme = Literal["local", "te"]
 """Megatron's module names: its own layers (``local``) or Transformer Engine's fused ones (``te``)."""
 
-Dim = Literal["vocab", "hidden", "ffn", "query", "kv", "head", "one"]
+Dim = Literal[
+    "vocab",
+    "hidden",
+    "ffn",
+    "query",
+    "kv",
+    "head",
+    "one",
+    "experts",
+    "expert_ffn",
+    "shared_ffn",
+    "q_latent",
+    "q_latent_heads",
+    "kv_latent",
+    "kv_latent_rope",
+    "kv_latent_heads",
+    "value_heads",
+]
 Stage = Literal["first", "layer", "last"]
-Flag = Literal["tied", "untied", "lm", "value", "pipelined", "qkv_bias", "qk_norm"]
+Flag = Literal[
+    "tied",
+    "untied",
+    "lm",
+    "value",
+    "pipelined",
+    "qkv_bias",
+    "qk_norm",
+    "dense_layer",
+    "expert_layer",
+    "shared_experts",
+    "shared_gate",
+    "expert_bias",
+    "heads",
+    "latent",
+    "query_latent",
+    "query_direct",
+]
 
 VALUE_HEAD = "score.weight"
 """Hugging Face name of a critic's head, as in its sequence-classification models; shape [1, hidden]."""
@@ -82,6 +116,10 @@ class Rule:
         te: name with Transformer Engine's layers, where it differs.
         when: the model and layout must have all of these.
         is_copy: a second home of a tensor that another rule owns (the tied head of the last stage).
+        te_cut: how Transformer Engine's layers cut it, where that differs.
+        grouped: name where all experts of a rank are one module.
+
+    A rule with ``{expert}`` in its names holds once per expert; its cut goes over the expert-tensor-parallel ranks.
     """
 
     megatron: str
@@ -91,16 +129,31 @@ class Rule:
     te: str | None = None
     when: tuple[Flag, ...] = ()
     is_copy: bool = False
+    te_cut: Cut | None = None
+    grouped: str | None = None
 
-    def local_name(self, naming: NamingScheme, layer: int | None = None) -> str:
-        """Megatron's parameter name, for a stage-local layer index where the rule is per layer."""
-        template = self.te if naming == "te" and self.te is not None else self.megatron
-        return template if layer is None else template.format(layer=layer)
+    @property
+    def is_per_expert(self) -> bool:
+        """Whether every expert has this parameter."""
+        return "{expert}" in self.megatron
+
+    def template(self, naming: NamingScheme, *, grouped: bool = False) -> str:
+        """Megatron's name with its variables."""
+        if grouped and self.grouped is not None:
+            return self.grouped
+        return self.te if naming == "te" and self.te is not None else self.megatron
+
+    def cut_for(self, naming: NamingScheme) -> Cut:
+        """How the parameter is cut."""
+        return self.te_cut if naming == "te" and self.te_cut is not None else self.cut
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A tensor that checkpoints may carry and the model does not hold; ``name`` is a regular expression."""
+    """A tensor that checkpoints may carry and the model does not hold.
+
+    ``name`` is a regular expression; ``{num_layers}`` in it stands for the first index beyond the decoder's layers.
+    """
 
     name: str
     reason: str
@@ -118,19 +171,44 @@ def dim_size(spec: ModelSpec, dim: Dim) -> int:
         "head": spec.head_dim,
         "one": 1,
     }
+    if spec.moe is not None:
+        sizes["experts"] = spec.moe.num_experts
+        sizes["expert_ffn"] = spec.moe.ffn_hidden_size
+        sizes["shared_ffn"] = spec.moe.shared_ffn_hidden_size
+    if spec.mla is not None:
+        mla = spec.mla
+        sizes["q_latent"] = mla.q_lora_rank or 0
+        sizes["q_latent_heads"] = spec.num_heads * (mla.nope_head_dim + mla.rope_head_dim)
+        sizes["kv_latent"] = mla.kv_lora_rank
+        sizes["kv_latent_rope"] = mla.kv_lora_rank + mla.rope_head_dim
+        sizes["kv_latent_heads"] = spec.num_heads * (mla.nope_head_dim + mla.v_head_dim)
+        sizes["value_heads"] = spec.num_heads * mla.v_head_dim
     return sizes[dim]
 
 
-def flags(spec: ModelSpec, *, value_head: bool, pipelined: bool) -> frozenset[Flag]:
-    """What holds for a model with this head, cut into one stage or more."""
-    found: set[Flag] = {"value" if value_head else "lm", "tied" if spec.tied_embeddings else "untied"}
-    if pipelined:
-        found.add("pipelined")
-    if spec.qkv_bias:
-        found.add("qkv_bias")
-    if spec.qk_norm:
-        found.add("qk_norm")
-    return frozenset(found)
+def flags(spec: ModelSpec, *, value_head: bool, pipelined: bool, layer: int | None = None) -> frozenset[Flag]:
+    """What holds for a model with this head, cut into one stage or more; with a layer, also what holds for it."""
+    found: dict[Flag, bool] = {
+        "value": value_head,
+        "lm": not value_head,
+        "tied": spec.tied_embeddings,
+        "untied": not spec.tied_embeddings,
+        "pipelined": pipelined,
+        "qkv_bias": spec.qkv_bias,
+        "qk_norm": spec.qk_norm,
+        "heads": spec.mla is None,
+        "latent": spec.mla is not None,
+        "query_latent": spec.mla is not None and spec.mla.q_lora_rank is not None,
+        "query_direct": spec.mla is not None and spec.mla.q_lora_rank is None,
+    }
+    if layer is not None:
+        experts = spec.moe if spec.has_experts(layer) else None
+        found["dense_layer"] = experts is None
+        found["expert_layer"] = experts is not None
+        found["shared_experts"] = experts is not None and experts.shared_ffn_hidden_size > 0
+        found["shared_gate"] = experts is not None and experts.shared_gate
+        found["expert_bias"] = experts is not None and experts.expert_bias
+    return frozenset(flag for flag, holds in found.items() if holds)
 
 
 def active_rules(rules: Iterable[Rule], present: frozenset[Flag]) -> tuple[Rule, ...]:
@@ -139,5 +217,8 @@ def active_rules(rules: Iterable[Rule], present: frozenset[Flag]) -> tuple[Rule,
 
 
 def template_pattern(template: str) -> re.Pattern[str]:
-    """A pattern that matches exactly the names of a template; group ``layer`` is the index."""
-    return re.compile(re.escape(template).replace(re.escape("{layer}"), r"(?P<layer>\d+)"))
+    """A pattern that matches exactly the names of a template; groups ``layer`` and ``expert`` are the indices."""
+    pattern = re.escape(template)
+    for variable in ("layer", "expert"):
+        pattern = pattern.replace(re.escape(f"{{{variable}}}"), rf"(?P<{variable}>0|[1-9]\d*)")
+    return re.compile(pattern)

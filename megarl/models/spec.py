@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,78 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071) with DeepSeek's scaling of the attention's softmax by ``mscale``."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """The expert layers of a model.
+
+    Args:
+        num_experts: routed experts of a layer.
+        top_k: experts of a token.
+        ffn_hidden_size: rows of one expert's gate projection.
+        dense_layers: layers without experts, in ascending order.
+        shared_ffn_hidden_size: rows of the shared experts' gate projection together; 0 without.
+        shared_gate: the shared experts' output is scaled by a sigmoid gate (Qwen2-MoE).
+        score: how the router turns logits into scores.
+        normalize_top_k: the chosen experts' weights are divided by their sum.
+        expert_bias: a bias chooses experts and is no part of their weight (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
+        routed_scale: factor of the routed experts' output.
+        num_groups: groups of experts for group-limited routing; 1 without.
+        top_groups: groups a token may choose from.
+        aux_loss_coef: of the load-balancing loss in the configuration.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    dense_layers: tuple[int, ...] = ()
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True
+    expert_bias: bool = False
+    routed_scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    aux_loss_coef: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Args:
+        q_lora_rank: rank of the query's latent; None projects the hidden state to queries directly.
+        kv_lora_rank: rank of the keys' and values' latent.
+        nope_head_dim: part of a query or key without position.
+        rope_head_dim: part with rotary position; the key's is shared by all heads.
+        v_head_dim: size of a head's value.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Sizes and options of one model.
 
     ``vocab_size`` is the configuration's, which may exceed the tokenizer's; ``head_dim`` need not be
-    ``hidden_size / num_heads``. Token ids are None where the configuration names none.
+    ``hidden_size / num_heads``. ``ffn_hidden_size`` is that of the dense layers. Token ids are None where the
+    configuration names none. ``rotary_fraction`` is the part of a head that carries position.
     """
 
     family: str
@@ -39,7 +107,7 @@ class ModelSpec:
     max_position: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -47,6 +115,10 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     init_std: float = 0.02
+    rotary_fraction: float = 1.0
+    moe: MixtureOfExperts | None = None
+    mla: LatentAttention | None = None
+    num_mtp_layers: int = 0
 
     @property
     def query_size(self) -> int:
@@ -58,12 +130,34 @@ class ModelSpec:
         """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers that are a mixture of experts."""
+        return 0 if self.moe is None else self.num_layers - len(self.moe.dense_layers)
+
+    @property
+    def not_trained(self) -> str | None:
+        """What of the model megarl's training engine cannot build yet; its weights can be planned and converted."""
+        if self.mla is not None:
+            return "multi-head latent attention"
+        if self.moe is not None:
+            return "a mixture of experts"
+        if self.rotary_fraction != 1 or isinstance(self.rope_scaling, YarnScaling):
+            return "partial rotary embeddings or YaRN"
+        return None
+
     def num_parameters(self, *, value_head: bool = False) -> int:
-        """Distinct trainable numbers, without vocabulary padding; a tied head counts once."""
+        """Distinct numbers a checkpoint holds, without vocabulary padding; a tied head counts once."""
         heads = self.hidden_size if value_head else 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return (
             self.vocab_size * self.hidden_size
-            + self.num_layers * (self._layer_matrix_parameters() + self._layer_vector_parameters())
+            + self.num_layers * (self._attention_matrices() + self._vectors())
+            + self._mlp_matrices(experts=self.moe.num_experts if self.moe else 0)
+            + self.num_expert_layers * (self.moe.num_experts if self.moe and self.moe.expert_bias else 0)
             + self.hidden_size
             + heads
         )
@@ -71,19 +165,46 @@ class ModelSpec:
     def flops_per_token(self, sequence_length: int, *, value_head: bool = False) -> float:
         """Floating-point operations of one token's forward pass in a sequence of this length.
 
-        Two per weight of every matrix product (the embedding look-up is none; the head is one, tied or not), and for
-        attention ``4 * L * num_heads * head_dim`` per attended position, half the sequence on average under the
-        causal mask. A training step costs three times as much, four times with full recomputation.
+        Two per weight of every matrix product (the embedding look-up is none; the head is one, tied or not; of the
+        experts those a token visits), and two for each element of queries, keys and values per attended position,
+        half the sequence on average under the causal mask. A training step costs three times as much, four times with
+        full recomputation.
         """
         head = self.hidden_size * (1 if value_head else self.vocab_size)
-        matrices = self.num_layers * self._layer_matrix_parameters() + head
-        attention = 4 * self.num_layers * self.query_size * sequence_length / 2
-        return 2.0 * matrices + attention
+        matrices = self.num_layers * self._attention_matrices() + head
+        matrices += self._mlp_matrices(experts=self.moe.top_k if self.moe else 0)
+        score, value = self.query_size, self.query_size
+        if self.mla is not None:
+            score = self.num_heads * (self.mla.nope_head_dim + self.mla.rope_head_dim)
+            value = self.num_heads * self.mla.v_head_dim
+        return 2.0 * matrices + 2 * self.num_layers * (score + value) * sequence_length / 2
 
-    def _layer_matrix_parameters(self) -> int:
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-        return attention + 3 * self.hidden_size * self.ffn_hidden_size
+    def _attention_matrices(self) -> int:
+        if self.mla is None:
+            return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+        mla = self.mla
+        query_rows = self.num_heads * (mla.nope_head_dim + mla.rope_head_dim)
+        query = (
+            self.hidden_size * query_rows
+            if mla.q_lora_rank is None
+            else mla.q_lora_rank * (self.hidden_size + query_rows)
+        )
+        latent = self.hidden_size * (mla.kv_lora_rank + mla.rope_head_dim)
+        up = mla.kv_lora_rank * self.num_heads * (mla.nope_head_dim + mla.v_head_dim)
+        return query + latent + up + self.hidden_size * self.num_heads * mla.v_head_dim
 
-    def _layer_vector_parameters(self) -> int:
+    def _mlp_matrices(self, *, experts: int) -> int:
+        """Weights of all layers' feed-forward parts with this many routed experts, the router included."""
+        dense = self.num_layers - self.num_expert_layers
+        total = dense * 3 * self.hidden_size * self.ffn_hidden_size
+        if self.moe is not None:
+            routed = self.moe.num_experts + 3 * experts * self.moe.ffn_hidden_size
+            shared = 3 * self.moe.shared_ffn_hidden_size + int(self.moe.shared_gate)
+            total += self.num_expert_layers * self.hidden_size * (routed + shared)
+        return total
+
+    def _vectors(self) -> int:
+        if self.mla is not None:
+            return 2 * self.hidden_size + self.mla.kv_lora_rank + (self.mla.q_lora_rank or 0)
         biases = self.query_size + 2 * self.kv_size if self.qkv_bias else 0
         return 2 * self.hidden_size + biases + (2 * self.head_dim if self.qk_norm else 0)

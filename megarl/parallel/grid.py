@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from megarl.errors import LayoutError
 
 VOCAB_ROWS_MULTIPLE = 64
-"""Rows of a vocabulary shard are a multiple of this, as vLLM's are."""
+"""Rows of a vocabulary shard are a multiple of this, as vLLM's are, unless the layout says otherwise."""
 
 
 class Coordinate(NamedTuple):
@@ -30,13 +31,25 @@ class Coordinate(NamedTuple):
     pp: int = 0
 
 
+class ExpertCoordinate(NamedTuple):
+    """Place of a rank among those that share its pipeline stage's expert layers."""
+
+    etp: int
+    ep: int
+    dp: int
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """Parallel degrees of one role.
 
     ``ep`` and ``etp`` re-cut the ranks of one pipeline stage for the expert layers, hence they are no factors of
-    ``world_size``. ``first_stage_layers`` and ``last_stage_layers`` make the outer stages uneven; the middle ones
-    divide the rest evenly.
+    ``world_size``; the order there is etp, ep, then the replicas. ``first_stage_layers`` and ``last_stage_layers``
+    make the outer stages uneven; the middle ones divide the rest evenly. ``pipeline`` instead spells every stage in
+    Megatron-Core's language: ``Ettt|(tt|)*29L`` has the embedding and three layers, 29 stages of two, and the head;
+    with virtual stages it lists the first chunk of all stages, then the second.
+    ``vocab_rows_multiple`` is what a vocabulary shard's rows are a multiple of (Megatron-LM's
+    ``make_vocab_size_divisible_by``).
     """
 
     tp: int = 1
@@ -49,11 +62,13 @@ class ParallelLayout:
     sequence_parallel: bool = False
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    pipeline: str | None = None
+    vocab_rows_multiple: int = VOCAB_ROWS_MULTIPLE
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "sequence_parallel" and value is not None and value < 1:
+            if field.name not in ("sequence_parallel", "pipeline") and value is not None and value < 1:
                 raise LayoutError(f"layout degree {field.name}={value} is less than 1", fix=f"set {field.name} >= 1")
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence parallelism splits over tensor-parallel ranks, but tp=1", fix="set tp > 1")
@@ -61,6 +76,10 @@ class ParallelLayout:
             raise LayoutError(f"vpp={self.vpp} virtual stages need pp > 1", fix="set vpp=1")
         if self.pp == 1 and (self.first_stage_layers is not None or self.last_stage_layers is not None):
             raise LayoutError("first_stage_layers and last_stage_layers need pp > 1", fix="leave them out")
+        if self.pipeline is not None:
+            if self.first_stage_layers is not None or self.last_stage_layers is not None:
+                raise LayoutError("a spelled pipeline leaves no place for first_stage_layers and last_stage_layers")
+            pipeline_stages(self.pipeline, self.pp * self.vpp)
         if (self.tp * self.cp * self.dp) % (self.ep * self.etp):
             raise LayoutError(
                 f"ep*etp={self.ep * self.etp} does not divide the {self.tp * self.cp * self.dp} ranks of a stage"
@@ -91,6 +110,18 @@ class ParallelLayout:
         """All coordinates in rank order."""
         return (self.coordinate(rank) for rank in range(self.world_size))
 
+    def expert_coordinate(self, coordinate: Coordinate) -> ExpertCoordinate:
+        """Where a rank stands for its stage's expert layers (Megatron-Core's expert rank generator)."""
+        place = coordinate.tp + self.tp * (coordinate.cp + self.cp * coordinate.dp)
+        rest, etp = divmod(place, self.etp)
+        dp, ep = divmod(rest, self.ep)
+        return ExpertCoordinate(etp=etp, ep=ep, dp=dp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a stage that hold the same experts."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
     def ranks_along(self, axis: str, coordinate: Coordinate) -> list[int]:
         """Ranks that differ from ``coordinate`` on ``axis`` (tp, cp, dp or pp) only, in the order of that axis."""
         return [self.rank(coordinate._replace(**{axis: place})) for place in range(getattr(self, axis))]
@@ -104,11 +135,17 @@ class ParallelLayout:
         Raises:
             LayoutError: the layers do not divide.
         """
+        if not (0 <= pp < self.pp and 0 <= chunk < self.vpp):
+            raise LayoutError(f"stage {pp} chunk {chunk} is outside pp={self.pp} vpp={self.vpp}")
+        if self.pipeline is not None:
+            per_stage = pipeline_stages(self.pipeline, self.pp * self.vpp)
+            if sum(per_stage) != num_layers:
+                raise LayoutError(f"pipeline {self.pipeline!r} has {sum(per_stage)} layers, the model {num_layers}")
+            place = chunk * self.pp + pp
+            return range(sum(per_stage[:place]), sum(per_stage[: place + 1]))
         counts = self._stage_layer_counts(num_layers)
         if any(count % self.vpp for count in counts):
             raise LayoutError(f"stages of {counts} layers do not divide into vpp={self.vpp} chunks")
-        if not (0 <= pp < self.pp and 0 <= chunk < self.vpp):
-            raise LayoutError(f"stage {pp} chunk {chunk} is outside pp={self.pp} vpp={self.vpp}")
         per_chunk = [count // self.vpp for count in counts]
         start = chunk * sum(per_chunk) + sum(per_chunk[:pp])
         return range(start, start + per_chunk[pp])
@@ -127,12 +164,12 @@ class ParallelLayout:
         return [rest // free if count is None else count for count in counts]
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Rows of the embedding over all tensor-parallel ranks: the next multiple of ``64 * tp``.
+        """Rows of the embedding over all tensor-parallel ranks: the next multiple of ``vocab_rows_multiple * tp``.
 
         The one place that decides it. The shard of rank t is rows ``t * padded / tp`` onwards; rows from
         ``vocab_size`` on are padding: zero, and left out of every softmax and export.
         """
-        multiple = VOCAB_ROWS_MULTIPLE * self.tp
+        multiple = self.vocab_rows_multiple * self.tp
         return -(-vocab_size // multiple) * multiple
 
     def check_heads(self, num_heads: int, num_kv_heads: int, ffn_hidden_size: int) -> None:
@@ -144,3 +181,29 @@ class ParallelLayout:
         ):
             if size % self.tp:
                 raise LayoutError(f"{size} {what} do not divide by tp={self.tp}", fix=f"choose tp that divides {size}")
+
+
+def pipeline_stages(text: str, num_stages: int) -> list[int]:
+    """Decoder layers of each stage of a spelled pipeline (Megatron-Core's ``pipeline_parallel_layer_layout.py``).
+
+    ``E`` is the embedding, ``t`` a decoder layer, ``L`` the head, ``|`` ends a stage, ``(...)*n`` and ``x*n`` repeat;
+    commas mean nothing.
+
+    Raises:
+        LayoutError: other letters, another number of stages, or embedding and head elsewhere than first and last.
+    """
+    spelled = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        spelled = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), spelled)
+    stages = spelled.split("|")
+    problem = None
+    if strange := sorted(set(spelled) - set("EtL|")):
+        meaning = " (multi-token prediction is not supported)" if strange == ["m"] else ""
+        problem = f"has the letters {', '.join(strange)}{meaning}, expected E, t, L and |"
+    elif not spelled.startswith("E") or not spelled.endswith("L") or spelled.count("E") + spelled.count("L") != 2:
+        problem = "must start with its only E and end with its only L"
+    elif len(stages) != num_stages:
+        problem = f"has {len(stages)} stages, expected pp*vpp={num_stages}"
+    if problem is not None:
+        raise LayoutError(f"pipeline {text!r} {problem}")
+    return [stage.count("t") for stage in stages]

@@ -10,12 +10,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from megarl.errors import LayoutError, PlanError
-from megarl.models.rules import NamingScheme, Rule, template_pattern
+from megarl.models.registry import family_named
+from megarl.models.rules import NamingScheme, Rule, flags, template_pattern
+from megarl.models.spec import ModelSpec
 from megarl.weights.layout import parameter_shapes
 from megarl.weights.plan import REPLICA, TIED, Copy, Plan
 from megarl.weights.region import (
@@ -157,12 +159,17 @@ def detect_naming(names: Iterable[str]) -> NamingScheme:
     Raises:
         LayoutError: neither or both.
     """
+    known = set(names)
     found: set[NamingScheme] = set()
-    for name in names:
-        if name.endswith("linear_qkv.layer_norm_weight"):
+    for name in known:
+        # Latent attention has input_layernorm in both schemes.
+        if name.endswith(("linear_qkv.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight")):
             found.add("te")
-        elif name.endswith(".input_layernorm.weight"):
-            found.add("local")
+        elif name.endswith((".self_attention.linear_qkv.weight", ".self_attention.kv_layernorm.weight")):
+            heads = name.endswith("linear_qkv.weight")
+            norm = name.replace(".self_attention.linear_qkv.weight", ".input_layernorm.weight")
+            if not heads or norm in known:
+                found.add("local")
     if len(found) != 1:
         raise LayoutError(
             "cannot tell Megatron's naming scheme: expected input_layernorm.weight or linear_qkv.layer_norm_weight, "
@@ -171,22 +178,37 @@ def detect_naming(names: Iterable[str]) -> NamingScheme:
     return found.pop()
 
 
-def match_rules(names: Iterable[str], rules: Sequence[Rule], naming: NamingScheme | None = None) -> dict[str, Rule]:
+def match_rules(
+    names: Iterable[str],
+    spec: ModelSpec,
+    *,
+    naming: NamingScheme | None = None,
+    value_head: bool = False,
+    rules: Sequence[Rule] | None = None,
+) -> dict[str, Rule]:
     """The rule of each name: Megatron's names in the given scheme, Hugging Face's where it is None.
+
+    A rule matches where it holds: an expert's name in a layer of experts only, for layers and experts that the model
+    has. Indices of Megatron's names are taken as the model's, that is for one stage and one expert-parallel rank.
+    ``rules`` are the family's where they are None.
 
     Raises:
         LayoutError: listing all names that no rule matches and all that two match.
     """
     patterns = [
         (template_pattern(template), rule)
-        for rule in rules
-        for template in ([tensor.name for tensor in rule.hf] if naming is None else [rule.local_name(naming)])
-        if not (naming is None and rule.is_copy)
+        for rule in (family_named(spec.family).rules if rules is None else rules)
+        for template in ([tensor.name for tensor in rule.hf] if naming is None else {*_templates(rule, naming)})
+        if not rule.is_copy
     ]
     matched: dict[str, Rule] = {}
     problems: list[str] = []
     for name in names:
-        found = [rule for pattern, rule in patterns if pattern.fullmatch(name)]
+        found = [
+            rule
+            for pattern, rule in patterns
+            if (match := pattern.fullmatch(name)) and _holds(rule, match.groupdict(), spec, value_head)
+        ]
         if len(found) == 1:
             matched[name] = found[0]
         else:
@@ -194,6 +216,20 @@ def match_rules(names: Iterable[str], rules: Sequence[Rule], naming: NamingSchem
     if problems:
         raise LayoutError(_listing(problems))
     return matched
+
+
+def _templates(rule: Rule, naming: NamingScheme) -> Iterator[str]:
+    yield rule.template(naming)
+    yield rule.template(naming, grouped=True)
+
+
+def _holds(rule: Rule, indices: Mapping[str, str], spec: ModelSpec, value_head: bool) -> bool:
+    layer = int(indices["layer"]) if "layer" in indices else None
+    if layer is not None and layer >= spec.num_layers:
+        return False
+    if "expert" in indices and (spec.moe is None or int(indices["expert"]) >= spec.moe.num_experts):
+        return False
+    return flags(spec, value_head=value_head, pipelined=False, layer=layer).issuperset(rule.when)
 
 
 def _copy_problems(plan: Plan, copy: Copy) -> list[str]:

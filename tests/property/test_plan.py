@@ -12,7 +12,7 @@ from megarl.weights.check import check_plan
 from megarl.weights.layout import megatron_regions, parameter_shapes
 from megarl.weights.pieces import assemble, fill, pieces, region_view
 from megarl.weights.plan import plan
-from tests.property.test_layout_round_trip import layouts_for, models_and_layouts, random_model
+from tests.property.layouts import layouts_for, models_and_layouts, random_model
 
 
 @st.composite
@@ -20,13 +20,15 @@ def models_and_two_layouts(draw: st.DrawFn):
     """A model, two layouts it divides into with their naming schemes, and whether it has a value head."""
     spec, layout, value_head = draw(models_and_layouts())
     other = draw(layouts_for(spec))
-    namings = [draw(st.sampled_from(["local", "te"])) for _ in range(2)]
+    namings = [(draw(st.sampled_from(["local", "te"])), draw(st.booleans())) for _ in range(2)]
     return spec, [layout, other], namings, value_head
 
 
 def regions_of(spec, layout, naming, value_head):
     return {
-        rank: megatron_regions(spec, layout, layout.coordinate(rank), value_head=value_head, naming=naming)
+        rank: megatron_regions(
+            spec, layout, layout.coordinate(rank), value_head=value_head, naming=naming[0], grouped_experts=naming[1]
+        )
         for rank in range(layout.world_size)
     }
 
@@ -36,7 +38,7 @@ def both_sides(case):
     return [regions_of(spec, layout, naming, value_head) for layout, naming in zip(layouts, namings, strict=True)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=models_and_two_layouts())
 def test_a_plan_carries_a_model_from_layout_to_layout_bit_for_bit(case):
     spec, _, _, value_head = case

@@ -1,4 +1,4 @@
-"""The weight rules that dense Llama-like decoders share.
+"""The weight rules that Llama-like decoders share: embedding, attention by heads, dense feed-forward part, head.
 
 Names were read from megatron-core 0.16.1 and 0.19.2 and from checkpoints that transformers 5.19 saves.
 """
@@ -11,8 +11,29 @@ M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 EMBEDDING = Tensor("model.embed_tokens.weight", ("vocab", "hidden"))
 
-DENSE_DECODER: tuple[Rule, ...] = (
+OUTSIDE_LAYERS: tuple[Rule, ...] = (
     Rule("embedding.word_embeddings.weight", (EMBEDDING,), Split(0, padded=True), "first"),
+    Rule("decoder.final_layernorm.weight", (Tensor("model.norm.weight", ("hidden",)),), Replicate(), "last"),
+    Rule(
+        "output_layer.weight",
+        (Tensor("lm_head.weight", ("vocab", "hidden")),),
+        Split(0, padded=True),
+        "last",
+        when=("lm", "untied"),
+    ),
+    # With one stage a tied model's head is the embedding itself; with several, the last stage keeps a copy of it.
+    Rule(
+        "output_layer.weight",
+        (EMBEDDING,),
+        Split(0, padded=True),
+        "last",
+        when=("lm", "tied", "pipelined"),
+        is_copy=True,
+    ),
+    Rule("output_layer.weight", (Tensor(VALUE_HEAD, ("one", "hidden")),), Replicate(), "last", when=("value",)),
+)
+
+ATTENTION: tuple[Rule, ...] = (
     Rule(
         M + "input_layernorm.weight",
         (Tensor(H + "input_layernorm.weight", ("hidden",)),),
@@ -61,12 +82,16 @@ DENSE_DECODER: tuple[Rule, ...] = (
         Split(1),
         "layer",
     ),
+)
+
+DENSE_MLP: tuple[Rule, ...] = (
     Rule(
         M + "pre_mlp_layernorm.weight",
         (Tensor(H + "post_attention_layernorm.weight", ("hidden",)),),
         Replicate(),
         "layer",
         te=M + "mlp.linear_fc1.layer_norm_weight",
+        when=("dense_layer",),
     ),
     Rule(
         M + "mlp.linear_fc1.weight",
@@ -76,32 +101,18 @@ DENSE_DECODER: tuple[Rule, ...] = (
         ),
         Stack(),
         "layer",
+        when=("dense_layer",),
     ),
     Rule(
         M + "mlp.linear_fc2.weight",
         (Tensor(H + "mlp.down_proj.weight", ("hidden", "ffn")),),
         Split(1),
         "layer",
+        when=("dense_layer",),
     ),
-    Rule("decoder.final_layernorm.weight", (Tensor("model.norm.weight", ("hidden",)),), Replicate(), "last"),
-    Rule(
-        "output_layer.weight",
-        (Tensor("lm_head.weight", ("vocab", "hidden")),),
-        Split(0, padded=True),
-        "last",
-        when=("lm", "untied"),
-    ),
-    # With one stage a tied model's head is the embedding itself; with several, the last stage keeps a copy of it.
-    Rule(
-        "output_layer.weight",
-        (EMBEDDING,),
-        Split(0, padded=True),
-        "last",
-        when=("lm", "tied", "pipelined"),
-        is_copy=True,
-    ),
-    Rule("output_layer.weight", (Tensor(VALUE_HEAD, ("one", "hidden")),), Replicate(), "last", when=("value",)),
 )
+
+DENSE_DECODER = OUTSIDE_LAYERS + ATTENTION + DENSE_MLP
 
 DENSE_DROPPED: tuple[Dropped, ...] = (
     Dropped(r"(.*\.)?rotary_emb\.inv_freq", "recomputed from rope_theta"),

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.errors import LayoutError, ModelError
-from megarl.models.spec import ModelSpec
+from megarl.models.spec import ModelSpec, RopeScaling
 from megarl.parallel.grid import ParallelLayout
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import Device
@@ -80,6 +80,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-Core's configuration of the model in the layout. Raises what ``build_model`` raises."""
     layout.check_heads(spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size)
+    if spec.not_trained is not None:
+        raise ModelError(f"megarl does not train {spec.not_trained} yet", where=spec.family)
     _check_rope(spec)
     on_gpu = device.layer_implementation == "transformer_engine"
     with megatron_quiet():
@@ -135,7 +137,7 @@ def transformer_config(
 
 def _check_rope(spec: ModelSpec) -> None:
     """Megatron-Core's llama3 rope scaling takes the factor and fixes the rest."""
-    if spec.rope_scaling is None:
+    if not isinstance(spec.rope_scaling, RopeScaling):
         return
     for name, constant in _LLAMA3_CONSTANTS.items():
         if (value := getattr(spec.rope_scaling, name)) != constant:

@@ -195,7 +195,14 @@ def _split_unused(names: Sequence[str], spec: ModelSpec, *, value_head: bool) ->
     dropped: dict[str, str] = {}
     unknown: list[str] = []
     for name in names:
-        reason = next((rule.reason for rule in rules if re.fullmatch(rule.name, name)), None)
+        reason = next(
+            (
+                rule.reason
+                for rule in rules
+                if re.fullmatch(rule.name.replace("{num_layers}", str(spec.num_layers)), name)
+            ),
+            None,
+        )
         if reason is None:
             unknown.append(name)
         else:

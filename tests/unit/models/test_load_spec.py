@@ -191,7 +191,7 @@ def test_an_unknown_key_passes_only_when_empty():
 
 
 def test_an_unknown_family_is_named_with_the_known_ones():
-    with pytest.raises(ModelError, match=r"'mamba'.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ModelError, match=r"'mamba'.*llama, mistral, mixtral, qwen2"):
         spec_from_config({"model_type": "mamba"})
     with pytest.raises(ModelError, match="names no model_type"):
         spec_from_config({})

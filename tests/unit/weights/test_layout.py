@@ -1,9 +1,11 @@
 """Golden regions, by hand from megatron-core's attention.py and mlp.py, and what the layout refuses."""
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.errors import LayoutError
-from megarl.models import spec_from_config
+from megarl.models import FAMILIES, spec_from_config
 from megarl.models.registry import family_named
 from megarl.models.rules import Replicate, Rule, Tensor
 from megarl.models.tiny import tiny_config
@@ -11,6 +13,7 @@ from megarl.parallel.grid import Coordinate, ParallelLayout
 from megarl.weights.check import check_complete, check_names, detect_naming, match_rules
 from megarl.weights.layout import canonical_shapes, megatron_regions, parameter_shapes
 from megarl.weights.region import Region, local_box
+from tests.unit.weights.awkward import AWKWARD
 
 QWEN2 = spec_from_config(tiny_config("qwen2"))
 UNTIED = spec_from_config(tiny_config("qwen2", tie_word_embeddings=False))
@@ -128,11 +131,15 @@ def test_transformer_engine_fuses_the_norms_into_the_linear_layers():
 
 
 def test_what_is_not_represented_is_refused():
-    for layout in (ParallelLayout(pp=2, vpp=2), ParallelLayout(tp=2, ep=2), ParallelLayout(tp=2, etp=2)):
-        with pytest.raises(LayoutError, match="not supported yet"):
+    for layout in (ParallelLayout(tp=2, ep=2), ParallelLayout(tp=2, etp=2)):
+        with pytest.raises(LayoutError, match="qwen2 has no experts"):
             megatron_regions(QWEN2, layout, Coordinate())
-    with pytest.raises(LayoutError, match="2 key-value heads do not divide by tp=4"):
-        megatron_regions(QWEN2, ParallelLayout(tp=4), Coordinate())
+    with pytest.raises(LayoutError, match="2 key-value heads do not divide by tp=3"):
+        megatron_regions(QWEN2, ParallelLayout(tp=3), Coordinate())
+    with pytest.raises(LayoutError, match="6 experts do not divide by ep=4"):
+        megatron_regions(AWKWARD["mixtral"], ParallelLayout(dp=4, ep=4), Coordinate())
+    with pytest.raises(LayoutError, match="5 rows or columns do not divide by etp=2"):
+        megatron_regions(AWKWARD["mixtral"], ParallelLayout(tp=1, dp=2, etp=2), Coordinate())
     with pytest.raises(LayoutError, match="3"):
         megatron_regions(QWEN2, ParallelLayout(pp=3), Coordinate())
 
@@ -151,23 +158,38 @@ def test_a_models_parameters_are_compared_by_name_and_shape_all_at_once():
 
 
 def test_a_name_matched_by_no_rule_or_by_two_is_listed():
-    rules = family_named("llama").rules
     names = list(canonical_shapes(UNTIED))
     with pytest.raises(LayoutError) as caught:
-        match_rules([*names, "model.layers.0.mlp.gate.weight", "model.layers.x.mlp.up_proj.weight"], rules)
-    assert str(caught.value).count("matched by no rule") == 2
+        match_rules(
+            [
+                *names,
+                "model.layers.0.mlp.gate.weight",
+                "model.layers.x.mlp.up_proj.weight",
+                "model.layers.4.mlp.up_proj.weight",  # the model has layers 0 to 3
+            ],
+            UNTIED,
+        )
+    assert str(caught.value).count("matched by no rule") == 3
     twice = Rule("other", (Tensor("model.norm.weight", ("hidden",)),), Replicate(), "last")
     with pytest.raises(LayoutError, match=r"model\.norm\.weight is matched by two rules"):
-        match_rules(names, (*rules, twice))
-    matched = match_rules(names, rules)
+        match_rules(names, UNTIED, rules=(*family_named("qwen2").rules, twice))
+    matched = match_rules(names, UNTIED)
     assert matched["model.layers.3.mlp.up_proj.weight"].megatron.endswith("linear_fc1.weight")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_every_name_of_every_family_is_matched_by_one_rule(family):
-    spec = spec_from_config(tiny_config(family, tie_word_embeddings=False))
-    rules = family_named(family).rules
-    assert len(match_rules(canonical_shapes(spec), rules)) == len(canonical_shapes(spec))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("value_head", [False, True])
+def test_every_name_of_every_family_is_matched_by_one_rule(family, tied, value_head):
+    spec = replace(AWKWARD[family], tied_embeddings=tied)
+    names = canonical_shapes(spec, value_head=value_head)
+    assert len(match_rules(names, spec, value_head=value_head)) == len(names)
+    for naming in ("local", "te"):
+        for grouped in (False, True):
+            regions = megatron_regions(spec, ONE, ORIGIN, naming=naming, value_head=value_head, grouped_experts=grouped)
+            held = parameter_shapes(regions)
+            assert len(match_rules(held, spec, naming=naming, value_head=value_head)) == len(held)
+            assert detect_naming(held) == naming
 
 
 def test_a_region_is_a_box_inside_its_parameter():

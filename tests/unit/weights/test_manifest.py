@@ -10,8 +10,8 @@ from megarl.models import spec_from_config
 from megarl.models.tiny import tiny_config
 from megarl.parallel.grid import ParallelLayout
 from megarl.weights.layout import canonical_shapes, megatron_regions
-from megarl.weights.plan import loading_order
 from megarl.weights.manifest import ALIGNMENT, Manifest, build_manifest
+from megarl.weights.plan import loading_order
 from megarl.weights.region import Region
 
 SPEC = spec_from_config(tiny_config("qwen2"))
