@@ -66,6 +66,10 @@ def _model(key: str, expected: str, found: object, fix: str) -> Finding:
 
 
 def _training(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Finding]:
+    if spec.not_trained is not None:
+        key = "model.path" if role == "actor" else f"{role}.path"
+        fix = "use a dense model; `megarl plan sync` and the converters take this one"
+        yield _model(key, f"a model that megarl trains, which {spec.not_trained} is not yet", spec.family, fix)
     # Key-value heads are whole on a training rank: Megatron-Core 0.16 refuses anything else.
     sizes = {
         "attention heads": spec.num_heads,

@@ -6,6 +6,8 @@ import pytest
 
 from megarl.errors import ModelError
 from megarl.models import RopeScaling, load_spec, spec_from_config
+from megarl.models.registry import REFUSED
+from megarl.models.spec import LatentAttention, MixtureOfExperts, YarnScaling
 from megarl.models.tiny import tiny_config
 
 LLAMA3_ROPE = {
@@ -212,3 +214,169 @@ def test_flops_of_a_7b_model_are_twice_its_matrix_weights_plus_attention():
     spec = spec_from_config(QWEN25_7B)
     matrices = spec.num_parameters() - spec.vocab_size * spec.hidden_size - (2 * 3584 + 4608) * 28 - 3584
     assert spec.flops_per_token(2048) == 2 * matrices + 2 * 28 * 3584 * 2048
+
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+MIXTRAL_8X7B = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN3_30B_A3B = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active_billions"),
+    [(DEEPSEEK_V3, 671.0, 37.6), (MIXTRAL_8X7B, 46.7, 12.9), (QWEN3_30B_A3B, 30.5, 3.3)],
+)
+def test_published_sizes_of_expert_models(config, billions, active_billions):
+    """The model cards' totals, and active parameters: two operations each a token, without embedding look-ups."""
+    spec = spec_from_config(config)
+    assert spec.num_parameters() / 1e9 == pytest.approx(billions, abs=0.06)
+    looked_up = spec.vocab_size * spec.hidden_size
+    assert spec.flops_per_token(0) / 2e9 == pytest.approx(active_billions - looked_up / 1e9, rel=0.02)
+
+
+def test_deepseek_v3_is_read_whole():
+    spec = spec_from_config(DEEPSEEK_V3)
+    assert spec.moe == MixtureOfExperts(
+        num_experts=256,
+        top_k=8,
+        ffn_hidden_size=2048,
+        dense_layers=(0, 1, 2),
+        shared_ffn_hidden_size=2048,
+        score="sigmoid",
+        expert_bias=True,
+        routed_scale=2.5,
+        num_groups=8,
+        top_groups=4,
+    )
+    assert spec.mla == LatentAttention(1536, 512, 128, 64, 128)
+    assert spec.rope_scaling == YarnScaling(40.0, 4096, mscale_all_dim=1.0)
+    assert spec.not_trained == "multi-head latent attention"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        (DEEPSEEK_V3, {"num_key_value_heads": 8}, "a key for each of 128 heads"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": 62}, "first_k_dense_replace is 62, expected 0 to 61"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 300}, "300 of 256 experts"),
+        (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank is None"),
+        (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window is 4096"),
+        (MIXTRAL_8X7B, {"num_local_experts": 0}, "num_local_experts is 0, expected an integer of at least 1"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [48]}, "expected layers from 0 to 47"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (QWEN3_30B_A3B, {"n_shared_experts": 1}, "an option megarl does not know"),
+    ],
+)
+def test_expert_options_that_cannot_be_represented_are_named(config, changes, message):
+    with pytest.raises(ModelError, match=message):
+        spec_from_config({**config, **changes})
+
+
+def test_some_layers_of_a_sparse_model_are_dense():
+    spec = spec_from_config({**QWEN3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [5]})
+    assert [layer for layer in range(8) if spec.has_experts(layer)] == [1, 3, 7]
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_a_family_that_megatron_cannot_hold_is_refused_with_the_reason(family):
+    with pytest.raises(ModelError, match="cannot be held by Megatron-Core: it has norm"):
+        spec_from_config({"model_type": family})
