@@ -107,7 +107,8 @@ def ours(b: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
                 chosen = loss.first_pass(inputs, row_id=torch.arange(len(new)), seed=0)
                 inputs = PolicyInputs(new, b["old"], b["advantages"], b["mask"], selected=chosen)
             token = loss(inputs).loss
-            aggregate(token, b["mask"], loss.aggregation or "token-mean", denominators=denominators).backward()
+            mode = loss.aggregation or "token-mean"
+            aggregate(token, b["mask"], mode, denominators=denominators, is_masked=True).backward()
 
         return run
 
@@ -119,12 +120,12 @@ def ours(b: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
     def value() -> None:
         new.grad = None
         token = value_loss(new, b["values"], b["returns"], b["mask"], clip=0.2).loss
-        aggregate(token, b["mask"], "token-mean", denominators=denominators).backward()
+        aggregate(token, b["mask"], "token-mean", denominators=denominators, is_masked=True).backward()
 
     def kl() -> None:
         new.grad = None
         token = kl_penalty(new, b["ref"], b["mask"], "k3")
-        aggregate(token, b["mask"], "token-mean", denominators=denominators).backward()
+        aggregate(token, b["mask"], "token-mean", denominators=denominators, is_masked=True).backward()
 
     return cases | {"loss value": value, "loss kl k3": kl}
 

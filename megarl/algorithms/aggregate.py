@@ -53,6 +53,7 @@ def aggregate(
     *,
     denominators: Denominators,
     length: int | None = None,
+    is_masked: bool = False,
 ) -> Tensor:
     """A microbatch's contribution to the loss: contributions of all microbatches and ranks add up to the global value.
 
@@ -64,6 +65,15 @@ def aggregate(
     contributions must be summed over ranks, not averaged.
 
     Shapes: token_loss [B, T] float, response_mask [B, T] bool; a row must be whole. Returns a scalar, at least float32.
+
+    Args:
+        token_loss: loss of each token, whatever it holds off the mask.
+        response_mask: tokens that count.
+        mode: the mean.
+        denominators: counts of the global minibatch.
+        length: of seq-mean-token-sum-norm.
+        is_masked: token_loss and its derivative are 0 off the mask, as those of ``TokenLoss`` and ``kl_penalty`` are;
+            then no masked copy is made, forward or backward.
 
     Raises:
         ConfigError: unknown mode, or seq-mean-token-sum-norm without a length.
@@ -87,7 +97,8 @@ def aggregate(
         weight = (per_row * rows).to(widen(token_loss[:0]).dtype).reciprocal()
     else:
         raise ConfigError(f"unknown loss aggregation {mode!r}")
-    row_sums: Tensor = _RowSums.apply(widen(token_loss), response_mask)
+    wide = widen(token_loss)
+    row_sums: Tensor = wide.sum(-1) if is_masked else _RowSums.apply(wide, response_mask)
     return (row_sums * weight).sum()
 
 

@@ -192,7 +192,8 @@ def _statistic(lr: Tensor, mask: Tensor, name: str) -> tuple[Tensor, bool]:
     if level == "token":
         return token, False
     if level == "seq_max":
-        return torch.where(mask, token, -torch.inf).amax(-1, keepdim=True), True
+        lowest = token.new_full((len(token), 1), -torch.inf)
+        return torch.cat([torch.where(mask, token, -torch.inf), lowest], dim=-1).amax(-1, keepdim=True), True
     total = token.sum(-1, keepdim=True)
     return (total if level == "seq_sum" else total / row_tokens(mask).clamp(min=1)[:, None]), True
 
@@ -202,7 +203,7 @@ def difference_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
 
     Shapes: all [B, T].
     """
-    difference = select(response_mask, rollout_log_probs - train_log_probs).double().abs()
+    difference = select(response_mask, widen(rollout_log_probs) - widen(train_log_probs)).double().abs()
     count = int(response_mask.sum())
     return {
         "training/rollout_log_probs_diff/mean": Mean(float(difference.sum()), count),

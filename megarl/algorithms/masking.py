@@ -42,9 +42,15 @@ def bits_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.view(torch.int8).neg().to(_integer(dtype))
 
 
-def keep_bits(bits: Tensor, values: Tensor) -> Tensor:
-    """Values where bits are ones, 0 elsewhere whatever stood there; shapes broadcast, no gradient."""
-    return torch.bitwise_and(values.view(bits.dtype), bits).view(values.dtype)
+def keep_bits(bits: Tensor, values: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Values where bits are ones, 0 elsewhere whatever stood there; shapes broadcast, no gradient.
+
+    ``out`` may be ``values``.
+    """
+    if out is None:
+        return torch.bitwise_and(values.view(bits.dtype), bits).view(values.dtype)
+    torch.bitwise_and(values.view(bits.dtype), bits, out=out.view(bits.dtype))
+    return out
 
 
 def _integer(dtype: torch.dtype) -> torch.dtype:
@@ -84,9 +90,9 @@ def spread_rows(per_row: Tensor, mask: Tensor) -> Tensor:
 
 
 def blocks(num_rows: int, tokens_per_row: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows that cover the batch; a single slice off the CPU."""
+    """Slices of rows that cover the batch; a single slice off the CPU, and for no rows an empty one."""
     rows = num_rows if device.type != "cpu" else max(1, _BLOCK_TOKENS // max(1, tokens_per_row))
-    for start in range(0, num_rows, max(1, rows)):
+    for start in range(0, max(1, num_rows), max(1, rows)):
         yield slice(start, min(start + rows, num_rows))
 
 

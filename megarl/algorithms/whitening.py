@@ -10,14 +10,17 @@ from megarl.observability.metrics import Metrics, Sum
 
 # Added to the variance, as in verl and TRL.
 _EPS = 1e-8
+# Deviations of this many units in the last place of the mean are rounding.
+_ROUNDING = 4
 
 
 def whiten_(values: Tensor, mask: Tensor, reduce: Reduce = None) -> Metrics:
     """(x - mean) / sqrt(var + 1e-8) over the valid tokens, var with ddof 1; in place.
 
-    With fewer than two valid tokens the values stay as they are and ``adv/whitening_skipped`` counts 1. Squared
-    deviations are from the mean of a block of rows, and blocks are merged in float64: stable for long batches far from
-    0.
+    With fewer than two valid tokens the values stay as they are and ``adv/whitening_skipped`` counts 1 for the batch
+    (each part gives its share). Values that differ by no more than their own rounding become 0: dividing that noise by
+    its deviation would make it a signal. Squared deviations are from the mean of a block of rows, and blocks are merged
+    in float64: stable for long batches far from 0.
 
     Shapes: values [B, T] float32 or float64 and 0 off the mask, mask [B, T] bool. ``reduce`` sums over the ranks that
     hold the rest.
@@ -31,10 +34,9 @@ def whiten_(values: Tensor, mask: Tensor, reduce: Reduce = None) -> Metrics:
         part[1] = block.sum()
         deviation = keep_bits(bits, block - (part[1] / part[0].clamp(min=1)).to(block.dtype))
         part[2] = torch.linalg.vector_norm(deviation, dim=-1).double().square().sum()
-    first = parts[:, :2].sum(0)
-    count, total = (first if reduce is None else reduce(first)).tolist()
+    count, total, num_parts = _summed(parts[:, 0].sum(), parts[:, 1].sum(), reduce)
     if count < 2:
-        return {"adv/whitening_skipped": Sum(1.0)}
+        return {"adv/whitening_skipped": Sum(1 / num_parts)}
     mean = total / count
     # Squares about a block's own (rounded) mean, moved to the global one.
     block_mean = (parts[:, 1] / parts[:, 0].clamp(min=1)).to(values.dtype).double()
@@ -42,7 +44,11 @@ def whiten_(values: Tensor, mask: Tensor, reduce: Reduce = None) -> Metrics:
     squares = (parts[:, 2] + 2 * step * (parts[:, 1] - parts[:, 0] * block_mean) + parts[:, 0] * step.square()).sum()
     if reduce is not None:
         squares = reduce(squares)
-    scale = (squares.item() / (count - 1) + _EPS) ** -0.5
+    variance = squares.item() / (count - 1)
+    scale = (variance + _EPS) ** -0.5
+    if variance <= (_ROUNDING * torch.finfo(values.dtype).eps * mean) ** 2:
+        values.zero_()
+        return {"adv/whitening_skipped": Sum(0.0)}
     shift = torch.tensor(-mean * scale, dtype=values.dtype, device=values.device)
     for r in rows:
         torch.add(keep_bits(bits_of(mask[r], values.dtype), shift), values[r], alpha=scale, out=values[r])
@@ -53,13 +59,19 @@ def whiten_rows(row_values: Tensor, num_tokens: Tensor, reduce: Reduce = None) -
     """The same for values equal on all tokens of a row: [B] float64 with token counts [B]; 0 for empty rows."""
     weight = num_tokens.to(row_values.dtype)
     values = torch.where(num_tokens > 0, row_values, 0.0)
-    first = torch.stack([weight.sum(), (weight * values).sum()])
-    count, total = (first if reduce is None else reduce(first)).tolist()
+    count, total, num_parts = _summed(weight.sum(), (weight * values).sum(), reduce)
     if count < 2:
-        return values, {"adv/whitening_skipped": Sum(1.0)}
+        return values, {"adv/whitening_skipped": Sum(1 / num_parts)}
     centered = values - total / count
     squares = (weight * centered.square()).sum()
     if reduce is not None:
         squares = reduce(squares)
     whitened = centered * (squares.item() / (count - 1) + _EPS) ** -0.5
     return torch.where(num_tokens > 0, whitened, 0.0), {"adv/whitening_skipped": Sum(0.0)}
+
+
+def _summed(count: Tensor, total: Tensor, reduce: Reduce) -> tuple[float, float, float]:
+    """Count and total over all parts of the batch, and how many parts there are."""
+    numbers = torch.stack([count, total, torch.ones_like(total)])
+    count_all, total_all, num_parts = (numbers if reduce is None else reduce(numbers)).tolist()
+    return count_all, total_all, num_parts

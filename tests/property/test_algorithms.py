@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,36 +10,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms.advantages import ESTIMATORS, Advantages, build_estimator
 from megarl.algorithms.aggregate import Aggregation, Denominators, aggregate, count
-from megarl.algorithms.correction import Correction, Rejection, correct
-from megarl.algorithms.kl import kl_penalty
-from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, PolicyLoss, build_policy_loss
+from megarl.algorithms.correction import STATISTICS, Correction, Rejection, WeightLevel, correct
+from megarl.algorithms.kl import kl_penalty, penalized_rewards
+from megarl.algorithms.policy_losses import PolicyInputs, PolicyLoss
 from megarl.algorithms.value_losses import value_loss
-from megarl.observability.metrics import Metrics, merge
+from megarl.observability.metrics import Metrics, merge, values
 from tests.unit.algorithms.batches import Ragged, ragged
+from tests.unit.algorithms.cases import (
+    ESTIMATOR_CASES,
+    LOSSES,
+    estimate,
+    make_loss,
+    on_tensors,
+    policy_inputs,
+    rows_of,
+    single,
+)
 
 MODES: tuple[Aggregation, ...] = (
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
 )  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {
-    "dro": {"dro_beta": 0.7},
-    "kl_cov": {"kl_cov_ratio": 0.1},
-    "clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.02},
-    "reinforce": {"ratio_level": "sequence", "ratio_cap": 1.5},
-}
 seeds = st.integers(0, 10_000)
 some = settings(max_examples=12, deadline=None)
 
 
 def batch(seed: int) -> Ragged:
     """float32, with the awkward sizes a seed implies."""
-    b = ragged(seed, rows=4 + seed % 9, length=1 + seed % 11)
-    return on_tensors(b, lambda x: x.float() if x.is_floating_point() else x)
-
-
-def on_tensors(b: Ragged, change: Any) -> Ragged:
-    return Ragged(**{name: change(getattr(b, name)) for name in b.__dataclass_fields__})
+    return single(ragged(seed, rows=4 + seed % 9, length=1 + seed % 11))
 
 
 def padded(b: Ragged, extra: int) -> Ragged:
@@ -57,39 +54,36 @@ def padded(b: Ragged, extra: int) -> Ragged:
     return on_tensors(b, change)
 
 
-def selected(loss: PolicyLoss, b: Ragged, row_id: Tensor) -> PolicyInputs:
-    inputs = PolicyInputs(b.log_probs, b.old, b.advantages, b.mask, importance_weights=b.weights)
-    if loss.needs_first_pass:
-        inputs = replace(inputs, selected=loss.first_pass(inputs, row_id=row_id, seed=1))
-    return inputs
-
-
-def make(kind: str) -> PolicyLoss:
-    return build_policy_loss(kind, clip_low=0.2, clip_high=0.28, dual_clip=3.0, options=OPTIONS.get(kind))
-
-
 def update(
     loss: PolicyLoss, inputs: PolicyInputs, mode: Aggregation, parts: list[Tensor]
-) -> tuple[Tensor, Tensor, Metrics]:
-    """Loss, gradient and merged metrics of a minibatch taken in parts."""
+) -> tuple[Tensor, Tensor, Metrics, float]:
+    """Loss, gradient and merged metrics of a minibatch taken in parts; and the sum of its absolute terms."""
     leaf = inputs.log_probs.clone().requires_grad_()
     denominators = sum((count(inputs.response_mask[p]) for p in parts), Denominators(0, 0))
-    total, seen = torch.zeros(()), []
+    total, size, seen = torch.zeros(()), 0.0, []
     for part in parts:
         result = loss(replace(inputs, log_probs=leaf).rows(part))
-        share = aggregate(
-            result.loss, inputs.response_mask[part], loss.aggregation or mode, denominators=denominators, length=16
+        share, terms = (
+            aggregate(x, inputs.response_mask[part], loss.aggregation or mode, denominators=denominators, length=16)
+            for x in (result.loss, result.loss.detach().abs())
         )
+        size += float(terms)
         share.backward()
         total = total + share.detach()
         seen.append(result.metrics)
     assert leaf.grad is not None
-    return total, leaf.grad, merge(seen)
+    return total, leaf.grad, merge(seen), size
 
 
-def close(a: Tensor, b: Tensor) -> None:
-    scale = float(b.abs().max()) if b.numel() else 0.0
+def close(a: Tensor, b: Tensor, scale: float | None = None) -> None:
+    """Equal to 1e-5 of their size, or of the size of the terms they are sums of."""
+    if scale is None:
+        scale = float(b.abs().max()) if b.numel() else 0.0
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(scale, 1e-3))
+
+
+def same(actual: Metrics, expected: Metrics, rel: float = 1e-5) -> None:
+    assert values(actual) == pytest.approx(values(expected), rel=rel, abs=1e-6, nan_ok=True)
 
 
 def cut(rows: int, seed: int) -> list[Tensor]:
@@ -99,65 +93,55 @@ def cut(rows: int, seed: int) -> list[Tensor]:
     return [p for p in order.tensor_split(sizes[sizes < rows]) if len(p)]
 
 
-@pytest.mark.parametrize("kind", POLICY_LOSSES.names())
+@pytest.mark.parametrize("case", LOSSES)
 @some
 @given(seed=seeds, mode=st.sampled_from(MODES))
-def test_loss_does_not_depend_on_the_cut_into_microbatches(kind: str, seed: int, mode: Aggregation) -> None:
-    b, loss = batch(seed), make(kind)
-    inputs = selected(loss, b, torch.arange(len(b.mask)))
+def test_loss_does_not_depend_on_the_cut_into_microbatches(case: str, seed: int, mode: Aggregation) -> None:
+    b, loss = batch(seed), make_loss(case)
+    inputs = policy_inputs(loss, b, torch.arange(len(b.mask)))
     whole = update(loss, inputs, mode, [torch.arange(len(b.mask))])
     parts = update(loss, inputs, mode, cut(len(b.mask), seed))
-    close(parts[0], whole[0])
+    close(parts[0], whole[0], scale=whole[3])
     close(parts[1], whole[1])
-    assert parts[2].keys() == whole[2].keys()
-    for name, metric in whole[2].items():
-        assert parts[2][name].value() == pytest.approx(metric.value(), rel=1e-5, abs=1e-6, nan_ok=True), name
+    same(parts[2], whole[2])
 
 
-@pytest.mark.parametrize("kind", POLICY_LOSSES.names())
+@pytest.mark.parametrize("case", LOSSES)
 @some
 @given(seed=seeds, extra=st.integers(1, 9), mode=st.sampled_from(MODES))
-def test_loss_does_not_see_padding(kind: str, seed: int, extra: int, mode: Aggregation) -> None:
-    b, loss = batch(seed), make(kind)
+def test_loss_does_not_see_padding(case: str, seed: int, extra: int, mode: Aggregation) -> None:
+    b, loss = batch(seed), make_loss(case)
     wide, rows = padded(b, extra), torch.arange(len(b.mask))
-    a = update(loss, selected(loss, b, rows), mode, [rows])
-    c = update(loss, selected(loss, wide, rows), mode, [rows])
+    a = update(loss, policy_inputs(loss, b, rows), mode, [rows])
+    c = update(loss, policy_inputs(loss, wide, rows), mode, [rows])
     assert c[0].isfinite() and c[1].isfinite().all()
-    close(c[0], a[0])
+    close(c[0], a[0], scale=a[3])
     close(c[1][:, : b.mask.shape[1]], a[1])
     assert (c[1][~wide.mask] == 0).all()
-    assert {n: m.value() for n, m in c[2].items()} == pytest.approx(
-        {n: m.value() for n, m in a[2].items()}, rel=1e-5, abs=1e-6, nan_ok=True
-    )
+    same(c[2], a[2])
 
 
-@pytest.mark.parametrize("kind", POLICY_LOSSES.names())
+@pytest.mark.parametrize("case", LOSSES)
 @some
-@given(seed=seeds)
-def test_first_pass_and_loss_follow_the_rows(kind: str, seed: int) -> None:
-    b, loss = batch(seed), make(kind)
+@given(seed=seeds, mode=st.sampled_from(MODES))
+def test_loss_gradient_and_metrics_follow_the_rows(case: str, seed: int, mode: Aggregation) -> None:
+    b, loss = batch(seed), make_loss(case)
     order = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(seed))
-    moved = on_tensors(b, lambda x: x[order])
     rows = torch.arange(len(b.mask))
-    close(loss(selected(loss, moved, order)).loss, loss(selected(loss, b, rows)).loss[order])
+    a = update(loss, policy_inputs(loss, b, rows), mode, [rows])
+    c = update(loss, policy_inputs(loss, rows_of(b, order), order), mode, [rows])
+    close(c[0], a[0], scale=a[3])
+    close(c[1], a[1][order])
+    same(c[2], a[2])
 
 
-def estimate(kind: str, b: Ragged) -> Advantages:
-    estimator = build_estimator(kind, gamma=0.95, lam=0.9, norm_by_std=True, bootstrap_truncated=True)
-    return estimator(
-        b.rewards, b.mask, b.group, values=b.values, truncated=b.truncated, greedy_scores=b.greedy,
-        reward_components={"a": b.greedy, "b": b.greedy.square()}, old_log_probs=b.old, sum_pi_squared=b.pi2,
-        importance_weights=b.weights,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS.names())
+@pytest.mark.parametrize(("kind", "norm"), ESTIMATOR_CASES)
 @some
 @given(seed=seeds, extra=st.integers(1, 40))
-def test_advantages_do_not_see_padding(kind: str, seed: int, extra: int) -> None:
+def test_advantages_do_not_see_padding(kind: str, norm: bool, seed: int, extra: int) -> None:
     b = batch(seed)
     wide = padded(b, extra)
-    a, c = estimate(kind, b), estimate(kind, wide)
+    a, c = estimate(kind, b, norm_by_std=norm), estimate(kind, wide, norm_by_std=norm)
     for narrow, padded_out in ((a.advantages, c.advantages), (a.returns, c.returns)):
         if narrow is None:
             assert padded_out is None
@@ -165,17 +149,20 @@ def test_advantages_do_not_see_padding(kind: str, seed: int, extra: int) -> None
         assert padded_out is not None and padded_out.isfinite().all()
         close(padded_out[:, : b.mask.shape[1]], narrow)
         assert (padded_out[~wide.mask] == 0).all()
+    same(c.metrics, a.metrics)
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS.names())
+@pytest.mark.parametrize(("kind", "norm"), ESTIMATOR_CASES)
 @some
 @given(seed=seeds)
-def test_advantages_follow_the_rows_and_not_the_group_numbers(kind: str, seed: int) -> None:
+def test_advantages_follow_the_rows_and_not_the_group_numbers(kind: str, norm: bool, seed: int) -> None:
     b = batch(seed)
     order = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(seed))
-    moved = on_tensors(b, lambda x: x[order])
+    moved = rows_of(b, order)
     moved.group = moved.group * -31 + 7
-    close(estimate(kind, moved).advantages, estimate(kind, b).advantages[order])
+    a, c = estimate(kind, b, norm_by_std=norm), estimate(kind, moved, norm_by_std=norm)
+    close(c.advantages, a.advantages[order])
+    same(c.metrics, a.metrics)
 
 
 @some
@@ -203,33 +190,78 @@ def test_value_loss_and_kl_do_not_see_padding_or_cuts(seed: int, extra: int, cli
         close(other[1][:, :width], gradient)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @some
-@given(seed=seeds, extra=st.integers(1, 9))
-def test_correction_does_not_see_padding(seed: int, extra: int) -> None:
+@given(seed=seeds, extra=st.integers(1, 9), lower=st.sampled_from([None, 0.7]))
+def test_correction_does_not_see_padding_or_the_order_of_rows(
+    level: WeightLevel, seed: int, extra: int, lower: float | None
+) -> None:
     b = batch(seed)
-    wide = padded(b, extra)
+    order = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(seed))
     rules = [Rejection("token_k2", 0.05), Rejection("seq_mean_k3", 0.04), Rejection("seq_max_k1", 1.5)]
-    rule = Correction("token", 1.5, normalize=True, rejections=rules)
-    a, c = correct(b.old, b.rollout, b.mask, rule), correct(wide.old, wide.rollout, wide.mask, rule)
-    assert torch.equal(c.kept[:, : b.mask.shape[1]], a.kept) and not c.kept[:, b.mask.shape[1] :].any()
+    rule = Correction(level, 1.5, lower, normalize=True, rejections=rules)
+    a = correct(b.old, b.rollout, b.mask, rule)
+    other = rows_of(padded(b, extra), order)
+    c = correct(other.old, other.rollout, other.mask, rule)
+    width = b.mask.shape[1]
+    assert torch.equal(c.kept[:, :width], a.kept[order]) and not c.kept[:, width:].any()
     assert a.importance_weights is not None and c.importance_weights is not None
-    close(c.importance_weights[:, : b.mask.shape[1]], a.importance_weights)
-    for name, metric in a.metrics.items():
-        assert c.metrics[name].value() == pytest.approx(metric.value(), rel=1e-4, abs=1e-6, nan_ok=True), name
+    close(c.importance_weights[:, :width], a.importance_weights[order])
+    same(c.metrics, a.metrics, rel=1e-4)
+
+
+@some
+@given(seed=seeds, extra=st.integers(1, 9), estimator=st.sampled_from(["k1", "abs", "k2", "k3"]))
+def test_kl_in_the_reward_does_not_see_padding_order_or_cuts(seed: int, extra: int, estimator: str) -> None:
+    b = batch(seed)
+    order = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(seed))
+
+    def rewards(x: Ragged) -> tuple[Tensor, Metrics]:
+        return penalized_rewards(x.rewards, x.old, x.ref, x.mask, coef=0.3, estimator=estimator)
+
+    whole, measured = rewards(b)
+    moved, seen = rewards(rows_of(padded(b, extra), order))
+    close(moved[:, : b.mask.shape[1]], whole[order])
+    assert (moved[:, b.mask.shape[1] :] == 0).all()
+    same(seen, measured)
+    parts = [rewards(rows_of(b, part)) for part in cut(len(b.mask), seed)]
+    same(merge(metrics for _, metrics in parts), measured)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (3, 0), (3, 4)])
+def test_nothing_to_learn_from_is_defined(shape: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    """No rows, no columns, or nothing under the mask: zeros with a graph, no exception, no NaN."""
+    b = single(ragged(1, rows=3, length=4))
+    b = rows_of(on_tensors(b, lambda x: x[:, : shape[1]] if x.dim() == 2 else x), torch.arange(shape[0]))
+    b.mask = torch.zeros_like(b.mask)
+    for kind, norm in ESTIMATOR_CASES:
+        assert (estimate(kind, b, norm_by_std=norm).advantages == 0).all(), kind
+    levels: tuple[WeightLevel | None, ...] = ("token", "sequence", None)
+    for level in levels:
+        rules = [Rejection(name, 1.5) for name in STATISTICS]
+        result = correct(b.old, b.rollout, b.mask, Correction(level, normalize=True, rejections=rules))
+        assert not result.kept.any()
+        assert result.importance_weights is None or (result.importance_weights == 0).all()
+    for case in LOSSES:
+        loss = make_loss(case)
+        inputs = policy_inputs(loss, b, torch.arange(shape[0]))
+        total, gradient, _, _ = update(loss, inputs, "token-mean", [torch.arange(shape[0])])
+        assert total == 0 and (gradient == 0).all(), case
+    assert "without a single valid token" in caplog.text
 
 
 @some
 @given(seed=seeds, mode=st.sampled_from(MODES))
 def test_rejected_tokens_and_rows_leave_the_loss_as_if_they_had_never_been(seed: int, mode: Aggregation) -> None:
-    b, loss = batch(seed), make("ppo")
+    b, loss = batch(seed), make_loss("ppo")
     kept = correct(b.old, b.rollout, b.mask, Correction(rejections=[Rejection("token_k2", 0.01)])).kept
     poison = torch.where(kept, b.log_probs, torch.nan)
     rows = [torch.arange(len(b.mask))]
     train = PolicyInputs(b.log_probs, b.old, b.advantages, kept)
-    total, gradient, _ = update(loss, train, mode, rows)
-    other, other_gradient, _ = update(loss, replace(train, log_probs=poison), mode, rows)
-    close(other, total)
+    total, gradient, _, size = update(loss, train, mode, rows)
+    other, other_gradient, _, _ = update(loss, replace(train, log_probs=poison), mode, rows)
+    close(other, total, scale=size)
     close(other_gradient, gradient)
     present = kept.any(1).nonzero()[:, 0]
-    alone, _, _ = update(loss, train.rows(present), mode, [torch.arange(len(present))])
-    close(alone, total)
+    alone, _, _, _ = update(loss, train.rows(present), mode, [torch.arange(len(present))])
+    close(alone, total, scale=size)

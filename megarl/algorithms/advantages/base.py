@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -54,7 +55,7 @@ class RowInputs:
     reduce: Reduce = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenInputs:
     """What an estimator on token tensors sees. Shapes [B, T] unless said otherwise; off the mask anything may stand.
 
@@ -62,7 +63,7 @@ class TokenInputs:
         rewards: token_level_rewards.
         response_mask: tokens of the response, rejected ones included: rewards and returns run over these. Bool.
         kept: tokens that train: statistics over tokens, and the result, are over these. Bool.
-        rows: the same batch as row scores.
+        make_rows: makes ``rows``.
         values: of the critic.
         truncated: rows cut at a limit rather than ended by the policy: [B] bool.
         greedy_scores: score of the greedy response to the row's prompt: [B].
@@ -73,7 +74,7 @@ class TokenInputs:
     rewards: Tensor
     response_mask: Tensor
     kept: Tensor
-    rows: RowInputs
+    make_rows: Callable[[], RowInputs]
     values: Tensor | None = None
     truncated: Tensor | None = None
     greedy_scores: Tensor | None = None
@@ -81,6 +82,11 @@ class TokenInputs:
     sum_pi_squared: Tensor | None = None
     importance_weights: Tensor | None = None
     reduce: Reduce = None
+
+    @cached_property
+    def rows(self) -> RowInputs:
+        """The same batch as row scores, computed when first read."""
+        return self.make_rows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +189,16 @@ class Estimator:
             raise DataError(f"estimator {self.kind!r} needs {', '.join(missing)}")
         kept = response_mask if kept is None or kept is response_mask else kept & response_mask
         with torch.no_grad():
-            rows = _row_inputs(token_level_rewards, response_mask, kept, group_id, counted, group_stats)
-            rows = replace(rows, reward_components=reward_components, reduce=reduce)
+
+            def make_rows() -> RowInputs:
+                rows = _row_inputs(token_level_rewards, response_mask, kept, group_id, counted, group_stats)
+                return replace(rows, reward_components=reward_components, reduce=reduce)
+
             if self.on_rows:
-                per_row, metrics = self.rows(rows)
+                per_row, metrics = self.rows(make_rows())
                 return Advantages(spread_rows(per_row.to(widen(token_level_rewards[:0]).dtype), kept), None, metrics)
             inputs = TokenInputs(
-                token_level_rewards, response_mask, kept, rows, values, truncated, greedy_scores, old_log_probs,
+                token_level_rewards, response_mask, kept, make_rows, values, truncated, greedy_scores, old_log_probs,
                 sum_pi_squared, importance_weights, reduce,
             )  # fmt: skip
             result: Advantages = self._entry.function(inputs, **self.keywords)

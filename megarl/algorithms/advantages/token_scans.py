@@ -68,24 +68,38 @@ def _kept(inputs: TokenInputs, values: Tensor) -> Tensor:
 def remax(inputs: TokenInputs) -> Advantages:
     """Undiscounted reward to go minus the score of the greedy response to the same prompt (ReMax, arXiv:2310.10505)."""
     assert inputs.greedy_scores is not None  # declared in needs
-    returns = _kept(inputs, discounted_returns(inputs, 1.0))
-    advantages = torch.empty_like(returns)
-    baseline = inputs.greedy_scores.to(returns.dtype)[:, None]
-    for rows in blocks(returns.shape[0], returns.shape[1], returns.device):
-        torch.sub(
-            returns[rows], keep_bits(bits_of(inputs.kept[rows], returns.dtype), baseline[rows]), out=advantages[rows]
-        )
+    rewards = widen(inputs.rewards)
+    returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
+    baseline = inputs.greedy_scores.to(rewards.dtype)[:, None]
+    for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
+        bits = bits_of(inputs.response_mask[rows], rewards.dtype)
+        to_go = _sum_to_end(keep_bits(bits, rewards[rows]))
+        if inputs.kept is not inputs.response_mask:
+            bits = bits_of(inputs.kept[rows], rewards.dtype)
+        keep_bits(bits, to_go, out=returns[rows])
+        keep_bits(bits, to_go.sub_(baseline[rows]), out=advantages[rows])
     return Advantages(advantages, returns, {})
 
 
 def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
     """G_t = r_t + gamma G_{t+1} over the valid tokens, rejected ones included: [B, T], 0 off the response mask."""
     rewards = widen(inputs.rewards)
+    returns = torch.empty_like(rewards)
+    if gamma == 1:
+        # A gap then changes nothing: what stands in it is a reward of 0.
+        for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
+            bits = bits_of(inputs.response_mask[rows], rewards.dtype)
+            keep_bits(bits, _sum_to_end(keep_bits(bits, rewards[rows])), out=returns[rows])
+        return returns
     packing = Packing.of(inputs.response_mask)
     reverse_sum = ReverseSum(rewards.shape[1], gamma, rewards)
-    returns = torch.empty_like(rewards)
     for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         part = packing.rows(rows)
         (reward,) = part.pack(rewards[rows])
         part.unpack_(reverse_sum(reward, out=returns[rows]))
     return returns
+
+
+def _sum_to_end(values: Tensor) -> Tensor:
+    """Sum of each place and all that follow it along the last axis; torch accumulates in float64 on CPU."""
+    return values.flip(-1).cumsum_(-1).flip(-1)

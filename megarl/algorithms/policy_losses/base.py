@@ -73,13 +73,16 @@ class Block:
     """Some rows of the inputs with everything off the mask replaced by 0: what the formulas of the losses read.
 
     All tensors are [b, T], at least float32, without gradient; off the mask the log-ratio and the advantage are 0 and
-    the ratio is 1.
+    the ratio is 1. ``loss`` and ``slope`` are where the formula's results end up: one that writes its last operation
+    there saves a copy.
     """
 
-    def __init__(self, inputs: PolicyInputs) -> None:
+    def __init__(self, inputs: PolicyInputs, loss: Tensor, slope: Tensor) -> None:
         self.inputs = inputs
         self.mask = inputs.response_mask
-        self._bits = bits_of(self.mask, widen(inputs.log_probs[:0]).dtype)
+        self.loss = loss
+        self.slope = slope
+        self._bits = bits_of(self.mask, loss.dtype)
 
     def select(self, values: Tensor) -> Tensor:
         """Values on the mask, 0 elsewhere."""
@@ -103,7 +106,8 @@ class Block:
     @cached_property
     def free_log_ratio(self) -> Tensor:
         """Log-ratio lp - old, unclamped."""
-        return self.select(widen(self.inputs.log_probs) - widen(self.inputs.old_log_probs))
+        difference = widen(self.inputs.log_probs) - widen(self.inputs.old_log_probs)
+        return keep_bits(self._bits, difference, out=difference)
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -121,10 +125,11 @@ class Block:
         return self.log_ratio.exp()
 
     @cached_property
-    def selected(self) -> Tensor:
-        """1.0 on valid tokens chosen by the first pass, else 0.0."""
+    def selected(self) -> tuple[Tensor, Tensor]:
+        """Rows and positions of the valid tokens chosen by the first pass, which are few: int64 [N] each."""
         assert self.inputs.selected is not None  # PolicyLoss.__call__ refuses inputs without it
-        return (self.inputs.selected & self.mask).to(self.log_ratio.dtype)
+        rows, positions = (self.inputs.selected & self.mask).nonzero(as_tuple=True)
+        return rows, positions
 
     @property
     def weight(self) -> Tensor:
@@ -249,15 +254,16 @@ def _run(entry: LossEntry, inputs: PolicyInputs, keywords: Mapping[str, Any]) ->
     sums: dict[str, Tensor] = {}
     with torch.no_grad():
         for rows in blocks(source.shape[0], source.shape[1], source.device):
-            block = Block(inputs.rows(rows))
+            block = Block(inputs.rows(rows), loss[rows], slope[rows])
             terms: Terms = entry.formula(block, **keywords)
             if inputs.importance_weights is not None:
                 weight = block.row_weight if entry.weighs_rows else block.weight
-                torch.mul(terms.loss, weight, out=loss[rows])
-                torch.mul(terms.slope, weight, out=slope[rows])
+                torch.mul(terms.loss, weight, out=block.loss)
+                torch.mul(terms.slope, weight, out=block.slope)
             else:
-                loss[rows] = terms.loss
-                slope[rows] = terms.slope
+                for result, place in ((terms.loss, block.loss), (terms.slope, block.slope)):
+                    if result is not place:
+                        place.copy_(result)
             for name, total in {**terms.sums, "ppo_kl": -block.log_ratio.sum()}.items():
                 sums[name] = sums.get(name, 0) + total.double()
         values = to_floats({**sums, "tokens": num_tokens(inputs.response_mask)})

@@ -7,10 +7,12 @@ from random numbers that hang on (seed, row_id, position): no cut into microbatc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import LOG_RATIO_BOUND, Reduce, count_below, num_tokens, select, widen
+from megarl.algorithms.masking import LOG_RATIO_BOUND, Reduce, blocks, count_below, num_tokens, select, widen
 from megarl.algorithms.policy_losses.base import Block, PolicyInputs, Terms
 
 _KEY_BITS = 63
@@ -27,10 +29,11 @@ def clip_cov(block: Block, *, clip_low: float, clip_high: float) -> Terms:
     clipped = block.ratio.clamp(1 - clip_low, 1 + clip_high).mul_(advantages)
     objective = torch.minimum(free, clipped)
     active = torch.eq(objective, free, out=torch.empty_like(free)).mul_(block.inside)
-    chosen = block.selected
-    kept = 1 - chosen
-    sums = {"pg_clipfrac": count_below(clipped, free), "pg_covfrac": chosen.sum()}
-    return Terms(objective.mul_(kept).neg_(), active.mul_(free).mul_(kept).neg_(), sums)
+    sums = {"pg_clipfrac": count_below(clipped, free), "pg_covfrac": _number(block.selected)}
+    loss, slope = torch.neg(objective, out=block.loss), torch.neg(active.mul_(free), out=block.slope)
+    loss[block.selected] = 0.0
+    slope[block.selected] = 0.0
+    return Terms(loss, slope, sums)
 
 
 def clip_cov_first_pass(
@@ -47,64 +50,130 @@ def clip_cov_first_pass(
 ) -> Tensor:
     """Random max(1, int(clip_cov_ratio * tokens)) of the tokens the ratio clip leaves alone with cov in (lb, ub)."""
     mask = inputs.response_mask
-    covariance, total = _covariance(inputs, reduce)
-    rows, positions = (mask & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)).nonzero(as_tuple=True)
-    log_ratio = widen(inputs.log_probs[rows, positions]) - widen(inputs.old_log_probs[rows, positions])
+    covariance = _Covariance(inputs, reduce)
+    found = []
+    for rows, terms in covariance.blocks(0.0):
+        within = mask[rows] & (terms > clip_cov_lb) & (terms < clip_cov_ub)
+        found.append(_places(within, rows))
+    row, position = _joined(found)
+    log_ratio = widen(inputs.log_probs[row, position]) - widen(inputs.old_log_probs[row, position])
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    advantages = widen(inputs.advantages[rows, positions])
+    advantages = widen(inputs.advantages[row, position])
     unclipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages >= ratio * advantages
-    rows, positions = rows[unclipped], positions[unclipped]
-    keys = _token_hash(row_id[rows], positions, seed)
-    picked = smallest(keys, max(1, int(clip_cov_ratio * total)), reduce)
-    return _marked(mask, rows[picked], positions[picked])
+    row, position = row[unclipped], position[unclipped]
+    keys = _token_hash(row_id[row], position, seed)
+    picked = smallest(keys, max(1, int(clip_cov_ratio * covariance.num_tokens)), reduce)
+    return _marked(mask, row[picked], position[picked])
 
 
 def kl_cov(block: Block, *, ppo_kl_coef: float = 0.1) -> Terms:
     """KL-Cov: -A rho, plus ppo_kl_coef |d| on selected tokens. Metric pg_covfrac: the selected share of tokens."""
-    free = block.advantages * block.ratio
-    penalty = block.selected * ppo_kl_coef
-    loss = penalty * block.log_ratio.abs() - free
-    slope = (penalty * block.log_ratio.sign() - free).mul_(block.inside)
-    return Terms(loss, slope, {"pg_covfrac": block.selected.sum()})
+    loss = torch.neg(block.advantages * block.ratio, out=block.loss)
+    slope = torch.mul(loss, block.inside, out=block.slope)
+    chosen = block.selected
+    d = block.log_ratio[chosen]
+    loss[chosen] += ppo_kl_coef * d.abs()
+    slope[chosen] += ppo_kl_coef * d.sign() * block.inside[chosen]
+    return Terms(loss, slope, {"pg_covfrac": _number(chosen)})
+
+
+def _number(chosen: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.tensor(float(len(chosen[0])))
 
 
 def kl_cov_first_pass(
     inputs: PolicyInputs, *, row_id: Tensor, seed: int, reduce: Reduce, kl_cov_ratio: float = 0.0002
 ) -> Tensor:
     """The max(1, int(kl_cov_ratio * tokens)) tokens of largest covariance; equal ones in a seeded random order."""
-    mask = inputs.response_mask
-    covariance, total = _covariance(inputs, reduce)
-    covariance.masked_fill_(~mask, -torch.inf)
-    k = max(1, int(kl_cov_ratio * total))
+    covariance = _Covariance(inputs, reduce)
+    k = max(1, int(kl_cov_ratio * covariance.num_tokens))
     # The k largest of all ranks are among the k largest of each; ties with the local k-th stay in, so that none is
     # favoured.
-    local = covariance.flatten()
-    least = local.topk(min(k, len(local)), sorted=True).values[-1:]
-    rows, positions = (mask & (covariance >= least)).nonzero(as_tuple=True)
-    tie_breaker = _token_hash(row_id[rows], positions, seed) >> 32
-    keys = (_descending_bits(covariance[rows, positions]) << 31) | tie_breaker
+    found = _Largest(k)
+    for rows, terms in covariance.blocks(-torch.inf):
+        found.add(terms, rows)
+    row, position, values = found.result()
+    tie_breaker = _token_hash(row_id[row], position, seed) >> 32
+    keys = (_descending_bits(values) << 31) | tie_breaker
     picked = smallest(keys, k, reduce)
-    return _marked(mask, rows[picked], positions[picked])
+    return _marked(inputs.response_mask, row[picked], position[picked])
+
+
+class _Covariance:
+    """Covariance term of each token, float32, from means over the whole minibatch.
+
+    Means are float64, so that ranks and cuts that sum in another order agree on float32 terms but for the last bit.
+    """
+
+    def __init__(self, inputs: PolicyInputs, reduce: Reduce) -> None:
+        self._inputs = inputs
+        mask = inputs.response_mask
+        sums = torch.zeros(3, dtype=torch.float64, device=mask.device)
+        sums[0] = num_tokens(mask)
+        for rows in blocks(mask.shape[0], mask.shape[1], mask.device):
+            for place, values in ((1, inputs.advantages), (2, inputs.log_probs.detach())):
+                sums[place] += select(mask[rows], values[rows]).sum(-1).double().sum()
+        total, advantage_sum, log_prob_sum = (sums if reduce is None else reduce(sums)).tolist()
+        self.num_tokens = int(total)
+        self._advantage, self._log_prob = advantage_sum / max(total, 1.0), log_prob_sum / max(total, 1.0)
+
+    def blocks(self, off_mask: float) -> Iterator[tuple[slice, Tensor]]:
+        """Rows and their terms [b, T], with ``off_mask`` where the mask is false."""
+        mask = self._inputs.response_mask
+        for rows in blocks(mask.shape[0], mask.shape[1], mask.device):
+            terms = widen(self._inputs.advantages[rows]) - self._advantage
+            terms.mul_(widen(self._inputs.log_probs.detach()[rows]) - self._log_prob)
+            yield rows, terms.float().masked_fill_(~mask[rows], off_mask)
+
+
+class _Largest:
+    """The k largest of values that arrive in blocks, ties with the k-th included."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._least = -torch.inf
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._size = 0
+
+    def add(self, values: Tensor, rows: slice) -> None:
+        """Takes values [b, T] of the given rows; those of -inf are none."""
+        row, position = (values >= self._least).nonzero(as_tuple=True)
+        self._found.append((row + rows.start, position, values[row, position]))
+        self._size += len(row)
+        if self._size > 4 * self._k:
+            self._found = [self._best()]
+            self._size = len(self._found[0][0])
+            self._least = float(self._found[0][2].min())
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, position and value of each: [N]."""
+        row, position, values = self._best()
+        present = values > -torch.inf
+        return row[present], position[present], values[present]
+
+    def _best(self) -> tuple[Tensor, Tensor, Tensor]:
+        row, position, values = (torch.cat(parts) for parts in zip(*self._found, strict=True))
+        if len(values) > self._k:
+            best = values >= values.topk(self._k).values[-1]
+            row, position, values = row[best], position[best], values[best]
+        return row, position, values
+
+
+def _places(found: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """Row in the batch and position of each true place of a block of rows."""
+    row, position = found.nonzero(as_tuple=True)
+    return row + rows.start, position
+
+
+def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    rows, positions = zip(*found, strict=True)
+    return torch.cat(rows), torch.cat(positions)
 
 
 def _marked(mask: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     chosen = torch.zeros_like(mask)
     chosen[rows, positions] = True
     return chosen
-
-
-def _covariance(inputs: PolicyInputs, reduce: Reduce) -> tuple[Tensor, int]:
-    """Covariance term of each token, [B, T] float32, and the number of tokens of the whole minibatch.
-
-    Means are float64, so that ranks and cuts that sum in another order agree on float32 terms but for the last bit.
-    """
-    mask = inputs.response_mask
-    advantages, log_probs = select(mask, inputs.advantages), select(mask, inputs.log_probs.detach())
-    sums = torch.stack([num_tokens(mask).double(), advantages.sum(-1).double().sum(), log_probs.sum(-1).double().sum()])
-    total, advantage_sum, log_prob_sum = (sums if reduce is None else reduce(sums)).tolist()
-    count = max(total, 1.0)
-    covariance = advantages.sub_(advantage_sum / count).mul_(log_probs.sub_(log_prob_sum / count))
-    return covariance.float(), int(total)
 
 
 def smallest(keys: Tensor, k: int, reduce: Reduce) -> Tensor:

@@ -34,15 +34,15 @@ def ppo(block: Block, *, clip_low: float, clip_high: float, dual_clip: float | N
     if dual_clip is None:
         # With the dual clip, where the clamp of d acts the ratio is clipped or its slope at most 2e-9.
         active.mul_(block.inside)
-    return Terms(objective.neg_(), active.mul_(free).neg_(), sums)
+    return Terms(torch.neg(objective, out=block.loss), torch.neg(active.mul_(free), out=block.slope), sums)
 
 
 def cispo(block: Block, *, clip_low: float, clip_high: float) -> Terms:
     """Clipped importance-sampling weights (MiniMax-M1, arXiv:2506.13585, eq. 4): -sg(clip(rho)) A lp."""
     weight = block.ratio.clamp(1 - clip_low, 1 + clip_high)
-    slope = -weight * block.advantages
     outside = torch.ne(weight, block.ratio, out=torch.empty_like(weight))
-    return Terms(slope * block.log_probs, slope, {"pg_clipfrac": outside.sum()})
+    slope = torch.mul(weight.neg_(), block.advantages, out=block.slope)
+    return Terms(torch.mul(slope, block.log_probs, out=block.loss), slope, {"pg_clipfrac": outside.sum()})
 
 
 def sapo(block: Block, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Terms:
@@ -54,7 +54,7 @@ def sapo(block: Block, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Terms:
     positive = torch.gt(advantages, 0, out=torch.empty_like(advantages))
     tau = positive.mul_(tau_pos - tau_neg).add_(tau_neg)
     gate = (block.ratio - 1).mul_(tau).sigmoid_()
-    loss = (gate * advantages).mul_(-4).div_(tau)
+    loss = torch.div((gate * advantages).mul_(-4), tau, out=block.loss)
     # d gate / d rho = tau gate (1 - gate); tau cancels against 4 / tau.
     slope = (gate * (1 - gate)).mul_(-4).mul_(advantages).mul_(block.ratio).mul_(block.inside)
     return Terms(loss, slope, {})
@@ -89,4 +89,4 @@ def _dppo(block: Block, keep_positive: Tensor, keep_negative: Tensor, ratio_cap:
     capped = torch.gt(block.ratio, ratio_cap, out=torch.empty_like(kept)).mul_(kept)
     # Off the mask both probabilities are 1 and every token is kept.
     sums = {"pg_clipfrac": kept.numel() - kept.sum(), "pg_clipfrac_lower": capped.sum()}
-    return Terms(slope * block.log_probs, slope, sums)
+    return Terms(torch.mul(slope, block.log_probs, out=block.loss), slope, sums)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from megarl.algorithms.correction import importance_weights
 from megarl.algorithms.policy_losses.base import Block, Terms
 from megarl.errors import ConfigError
@@ -11,8 +13,8 @@ from megarl.errors import ConfigError
 
 def gpg(block: Block) -> Terms:
     """Group policy gradient (arXiv:2504.02546): -A lp."""
-    slope = -block.advantages
-    return Terms(slope * block.log_probs, slope, {})
+    slope = torch.neg(block.advantages, out=block.slope)
+    return Terms(torch.mul(slope, block.log_probs, out=block.loss), slope, {})
 
 
 def reinforce(
@@ -34,14 +36,15 @@ def reinforce(
     weight, bound = importance_weights(
         block.free_log_ratio, block.mask, level=ratio_level, upper=ratio_cap, lower=ratio_floor
     )
-    slope = -block.advantages * weight
-    return Terms(slope * block.log_probs, slope, {"pg_clipfrac": bound})
+    slope = torch.mul(-block.advantages, weight, out=block.slope)
+    return Terms(torch.mul(slope, block.log_probs, out=block.loss), slope, {"pg_clipfrac": bound})
 
 
 def dro(block: Block, *, dro_beta: float) -> Terms:
     """Direct reward optimization with a quadratic penalty (arXiv:2405.19107, eq. 6): -(A lp - dro_beta / 2 d^2)."""
     if dro_beta <= 0:
         raise ConfigError(f"dro_beta must be positive, found {dro_beta}")
-    loss = block.log_ratio.square().mul_(dro_beta / 2).sub_(block.advantages * block.log_probs)
-    slope = (block.log_ratio * block.inside).mul_(dro_beta).sub_(block.advantages)
-    return Terms(loss, slope, {})
+    penalty = block.log_ratio.square().mul_(dro_beta / 2)
+    loss = torch.sub(penalty, block.advantages * block.log_probs, out=block.loss)
+    pull = (block.log_ratio * block.inside).mul_(dro_beta)
+    return Terms(loss, torch.sub(pull, block.advantages, out=block.slope), {})

@@ -24,7 +24,7 @@ def gspo(block: Block, *, clip_low: float, clip_high: float) -> Terms:
     active = torch.eq(objective, free, out=torch.empty_like(free))
     active.mul_((free_log <= _MAX_ROW_LOG_RATIO).to(free.dtype))
     sums = {"pg_clipfrac": count_below(clipped, free)}
-    return Terms(objective.neg_(), active.mul_(free).neg_(), sums)
+    return Terms(torch.neg(objective, out=block.loss), torch.neg(active.mul_(free), out=block.slope), sums)
 
 
 def geo_mean(block: Block, *, clip_low: float, clip_high: float) -> Terms:
@@ -44,7 +44,7 @@ def geo_mean(block: Block, *, clip_low: float, clip_high: float) -> Terms:
     ratio = block.row_mean(bounded).exp()
     row_loss = -block.row_mean(advantages) * ratio
     loss = torch.where(block.mask, row_loss, 0.0)
-    active = torch.eq(bounded, d, out=torch.empty_like(d)).mul_(block.inside)
+    active = torch.eq(bounded, d, out=torch.empty_like(d)).mul_(block.inside).mul_(sign.abs())
     clipped = torch.lt(limited, pushed, out=torch.empty_like(d))
     high = torch.gt(advantages, 0, out=torch.empty_like(d)).mul_(clipped).sum()
     return Terms(loss, active.mul_(loss), {"pg_clipfrac": high, "pg_clipfrac_lower": clipped.sum() - high})

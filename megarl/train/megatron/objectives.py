@@ -103,13 +103,14 @@ class PolicyObjective:
         inputs = policy_inputs(outputs, rows, selected)
         mask = inputs.response_mask
 
-        def total(token_loss: Tensor) -> Tensor:
+        def total(token_loss: Tensor, is_masked: bool = True) -> Tensor:
             return aggregate(
                 token_loss,
                 mask,
                 self.update.loss.aggregation or self.update.aggregation,
                 denominators=denominators,
                 length=self.update.aggregation_length,
+                is_masked=is_masked,
             )
 
         policy = self.update.loss(inputs)
@@ -120,7 +121,7 @@ class PolicyObjective:
             metrics |= difference_metrics(inputs.old_log_probs, inputs.rollout_log_probs, mask)
             metrics |= gap_metrics(inputs.old_log_probs, inputs.rollout_log_probs, mask)
         if inputs.entropy is not None:
-            loss = loss - self.update.entropy_coef * total(inputs.entropy)
+            loss = loss - self.update.entropy_coef * total(inputs.entropy, is_masked=False)
             metrics["actor/entropy"] = _token_mean(inputs.entropy, mask)
         if self.update.kl_estimator is not None:
             reference = rows.ragged("ref_log_probs").padded()
@@ -175,7 +176,7 @@ class ValueObjective:
             response_mask=mask,
             clip=self.update.clip_value,
         )
-        loss = aggregate(result.loss, mask, "token-mean", denominators=denominators)
+        loss = aggregate(result.loss, mask, "token-mean", denominators=denominators, is_masked=True)
         return loss, {**result.metrics, "critic/vf_loss": share_metric(loss, numbers, denominators)}
 
 

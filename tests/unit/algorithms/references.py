@@ -179,6 +179,19 @@ def kl(lp: float, ref: float, kind: str) -> float:
     return float(min(max(np.exp(negative) - negative - 1, -10.0), 10.0))
 
 
+def passes(lr: Array, statistic: str, upper: float) -> NDArray[np.bool_]:
+    """Which of a row's tokens a rejection with this upper bound (k1: and 1 / upper below) keeps; lr [n]."""
+    level, _, k = statistic.rpartition("_")
+    d = np.array([{"k1": -x, "k2": x * x / 2, "k3": np.exp(x) - 1 - x}[k] for x in lr])
+    inside = np.abs(d) <= np.log(upper) if k == "k1" else d <= upper
+    if level == "token":
+        return inside
+    if level == "seq_max":
+        return np.full(len(lr), inside.all())
+    whole = d.sum() if level == "seq_sum" else d.mean()
+    return np.full(len(lr), abs(whole) <= np.log(upper) if k == "k1" else whole <= upper)
+
+
 def aggregate(loss: Array, mask: Array, mode: str, length: int | None = None) -> float:
     per_row = [loss[i, tokens] for i, tokens in enumerate(rows_of(mask)) if tokens]
     if mode == "token-mean":
