@@ -3,6 +3,7 @@
     megarl train PRESET [key=value ...] [--show]
     megarl sft PRESET [key=value ...] [--show]
     megarl doctor PRESET [key=value ...] [--json]
+    megarl plan sync PRESET [key=value ...] [--bandwidth GB/s] [--local-bandwidth GB/s] [--json]
     megarl presets
     megarl explain [KEY]
 
@@ -99,6 +100,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--sft", action="store_true", help="PRESET is a path and belongs to `megarl sft`")
     sub.add_argument("--json", action="store_true", help="the findings for a script")
     sub.set_defaults(command=_doctor)
+    forms = commands.add_parser("plan", help="what a run will do, by arithmetic; runs nothing").add_subparsers(
+        title="forms", metavar="FORM", required=True
+    )
+    sub = forms.add_parser("sync", help="what a weight update moves, over which links, and how long it takes at best")
+    sub.add_argument("preset", metavar="PRESET", help="a name from `megarl presets`, or a path to a YAML file")
+    sub.add_argument("overrides", metavar="key=value", nargs="*", help="as for train and sft")
+    sub.add_argument("--bandwidth", type=float, default=50.0, metavar="GB/s", help="of a rank between hosts (50)")
+    sub.add_argument("--local-bandwidth", type=float, default=150.0, metavar="GB/s", help="inside a host (150)")
+    sub.add_argument("--json", action="store_true", help="all of it for a script")
+    sub.set_defaults(command=_plan_sync)
     sub = commands.add_parser("explain", help="what a configuration key means, takes and who reads it")
     sub.add_argument("key", metavar="KEY", nargs="?", help="such as actor.layout.tp; without it all keys are listed")
     sub.set_defaults(command=_explain)
@@ -150,6 +161,27 @@ def _doctor(options: argparse.Namespace, run_dir: list[str]) -> int:
     diagnosis = diagnose(options.preset, options.overrides, sft=is_sft, around=around)
     print(diagnosis.json() if options.json else diagnosis.text())
     return diagnosis.exit_code
+
+
+def _plan_sync(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.config.load import load_train
+    from megarl.controller.placement import plan_placement
+    from megarl.planning.sync_plan import plan_sync
+
+    for name in ("bandwidth", "local_bandwidth"):
+        if not getattr(options, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}, expected more than 0")
+    config = load_train(options.preset, options.overrides).config
+    placement = plan_placement(config)
+    made = plan_sync(
+        config,
+        actor_hosts=[f"node{placement.node(slot)}" for slot in placement.actor],
+        engine_hosts=[f"node{placement.node(slot)}" for engine in placement.rollout for slot in engine],
+        bandwidth=options.bandwidth * 1e9,
+        local_bandwidth=options.local_bandwidth * 1e9,
+    )
+    print(made.json() if options.json else made.text())
+    return 0
 
 
 def _check_model(config: object) -> None:

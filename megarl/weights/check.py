@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from megarl.errors import LayoutError, PlanError
@@ -19,7 +20,7 @@ from megarl.models.registry import family_named
 from megarl.models.rules import NamingScheme, Rule, flags, template_pattern
 from megarl.models.spec import ModelSpec
 from megarl.weights.layout import parameter_shapes
-from megarl.weights.plan import REPLICA, TIED, Copy, Plan
+from megarl.weights.plan import REPLICA, TIED, Copy, Plan, collector_paused
 from megarl.weights.region import (
     Box,
     Region,
@@ -111,15 +112,22 @@ def check_plan(plan: Plan) -> Proof:
     Raises:
         PlanError: listing every violation with tensor and ranks.
     """
+    with collector_paused():
+        return _check_plan(plan)
+
+
+def _check_plan(plan: Plan) -> Proof:
     problems: list[str] = []
     into: dict[tuple[int, int], list[Box]] = {}
     out: dict[tuple[int, int], set[Box]] = {}
     for copy in plan.copies:
+        _, box, source, source_region, destination, destination_region = copy
         found = _copy_problems(plan, copy)
-        problems += found
-        if not found:
-            into.setdefault((copy.destination, copy.destination_region), []).append(copy.box)
-            out.setdefault((copy.source, copy.source_region), set()).add(copy.box)
+        if found:
+            problems += found
+            continue
+        into.setdefault((destination, destination_region), []).append(box)
+        out.setdefault((source, source_region), set()).add(box)
     padding: dict[tuple[int, str], int] = {}
     for rank, regions in plan.destinations.items():
         for index, region in enumerate(regions):
@@ -232,20 +240,17 @@ def _holds(rule: Rule, indices: Mapping[str, str], spec: ModelSpec, value_head: 
     return flags(spec, value_head=value_head, pipelined=False, layer=layer).issuperset(rule.when)
 
 
-def _copy_problems(plan: Plan, copy: Copy) -> list[str]:
+def _copy_problems(plan: Plan, copy: Copy) -> Sequence[str]:
+    name, box, source, source_region, destination, destination_region = copy
     problems: list[str] = []
     for side, rank, index in (
-        (plan.sources, copy.source, copy.source_region),
-        (plan.destinations, copy.destination, copy.destination_region),
+        (plan.sources, source, source_region),
+        (plan.destinations, destination, destination_region),
     ):
-        region = side[rank][index] if rank in side and 0 <= index < len(side[rank]) else None
-        if region is None or region.tensor != copy.tensor:
+        regions = side.get(rank, ())
+        if not 0 <= index < len(regions) or (region := regions[index]).tensor != name:
             problems.append(f"{_said(copy)} names a region that is not of its tensor")
-        elif region.box != copy.box and not (
-            len(region.box) == len(copy.box)
-            and all(start < stop for start, stop in copy.box)
-            and contains(region.box, copy.box)
-        ):
+        elif not contains(region.box, box):
             problems.append(f"{_said(copy)} is empty or not inside {region.box}")
     return problems
 
@@ -255,7 +260,7 @@ def _filling_problems(rank: int, region: Region, boxes: Sequence[Box]) -> list[s
         return []
     who = f"destination rank {rank}: {region.tensor} {region.box}"
     problems = [f"{who} gets {boxes[one]} and {boxes[other]}" for one, other in overlapping_pairs(boxes)]
-    missing = region.numel - union_volume(set(boxes))
+    missing = region.numel - union_volume(boxes)
     return [*problems, f"{who} gets {missing} elements from nobody"] if missing else problems
 
 
@@ -310,6 +315,29 @@ def _tensor_problems(name: str, shape: Shape, boxes: Mapping[Box, list[int]]) ->
     return problems
 
 
+@lru_cache(maxsize=1 << 12)
+def _filling(shape: Shape, places: tuple[tuple[Box, int, tuple[int, ...]], ...]) -> tuple[tuple[str, ...], int]:
+    """What is wrong with a parameter's regions, and how many elements none fills; layers and ranks are alike.
+
+    Args:
+        shape: the parameter's.
+        places: box, offset and strides of each region.
+    """
+    if len(places) == 1 and places[0][1] == 0 and places[0][2] == contiguous_strides(shape):
+        if tuple(stop - start for start, stop in places[0][0]) == shape:
+            return (), 0
+    problems: list[str] = []
+    known: list[Box] = []
+    for box, offset, strides in places:
+        inside = local_box(Region("", (), box, "", shape, offset, strides))
+        if inside is None:
+            problems.append(f"{box} at {offset} with strides {strides} is no box inside {shape}")
+        else:
+            known.append(inside)
+    problems += [f"{known[one]} and {known[other]} are filled twice" for one, other in overlapping_pairs(known)]
+    return tuple(problems), prod(shape) - sum(map(volume, known))
+
+
 def _rank_problems(who: str, rank: int, regions: Sequence[Region], padding: dict[tuple[int, str], int]) -> list[str]:
     """Overlaps inside the parameters of one rank; what is left over is added to ``padding``."""
     problems: list[str] = []
@@ -317,25 +345,12 @@ def _rank_problems(who: str, rank: int, regions: Sequence[Region], padding: dict
     for region in regions:
         parameters.setdefault(region.local_name, []).append(region)
     for parameter, held in parameters.items():
-        shape = held[0].local_shape
-        if any(region.local_shape != shape for region in held):
+        if any(region.local_shape != held[0].local_shape for region in held):
             problems.append(f"{who}: {parameter} has two shapes")
             continue
-        inside = [region for region in held if region.numel]
-        if len(inside) == 1 and inside[0].numel == prod(shape) and inside[0].strides == contiguous_strides(shape):
-            continue
-        boxes = [local_box(region) for region in inside]
-        problems += [
-            f"{who}: {region.tensor} {region.box} is no box inside {parameter} {shape}"
-            for region, box in zip(inside, boxes, strict=True)
-            if box is None
-        ]
-        known = [box for box in boxes if box is not None]
-        problems += [
-            f"{who}: {known[one]} and {known[other]} of {parameter} are filled twice"
-            for one, other in overlapping_pairs(known)
-        ]
-        if left := prod(shape) - sum(map(volume, known)):
+        found, left = _filling(held[0].local_shape, tuple((r.box, r.offset, r.strides) for r in held if r.numel))
+        problems += [f"{who}: {parameter}: {problem}" for problem in found]
+        if left:
             padding[rank, parameter] = left
     return problems
 

@@ -98,7 +98,7 @@ def megatron_regions(
         for local_expert, expert in _experts(rule, spec, layout, coordinate):
             local_name = template.format(layer=placed.local_layer, expert=local_expert)
             for source, shape, box, offset in boxes:
-                tensor = _tensor_name(rule.hf[source].name, placed.layer, expert)
+                tensor = tensor_name(rule.hf[source].name, placed.layer, expert)
                 regions.append(Region(tensor, shape, box, local_name, local_shape, offset, strides, replica))
     return regions
 
@@ -130,7 +130,7 @@ def canonical_shapes(spec: ModelSpec, *, value_head: bool = False) -> dict[str, 
         sizes = canonical_shapes_of(rule, spec)
         for expert in range(experts) if rule.is_per_expert else (None,):
             for tensor, shape in zip(rule.hf, sizes, strict=True):
-                shapes[_tensor_name(tensor.name, layer, expert)] = shape
+                shapes[tensor_name(tensor.name, layer, expert)] = shape
     return shapes
 
 
@@ -140,7 +140,7 @@ def canonical_shapes_of(rule: Rule, spec: ModelSpec) -> list[Shape]:
 
 
 @lru_cache(maxsize=1 << 18)
-def _tensor_name(template: str, layer: int | None, expert: int | None) -> str:
+def tensor_name(template: str, layer: int | None, expert: int | None) -> str:
     """A canonical name; one string for all ranks that hold the tensor."""
     return template.format(layer=layer, expert=expert)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -66,6 +67,7 @@ class Region:
         return tuple(slice(start, stop) for start, stop in self.box)
 
 
+@lru_cache(maxsize=1 << 16)
 def volume(box: Box) -> int:
     """Elements of a box; 1 for a box of no dims."""
     return prod(stop - start for start, stop in box)
@@ -82,9 +84,10 @@ def overlap(one: Box, other: Box) -> Box | None:
     return bounds if all(start < stop for start, stop in bounds) else None
 
 
+@lru_cache(maxsize=1 << 16)
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether every element of ``inner`` lies in ``outer``."""
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+    """Whether ``inner`` is a box with elements, all of which lie in ``outer``; False for boxes of unequal dims."""
+    return len(outer) == len(inner) and all(a <= c < d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
 
 
 def part_of(region: Region, box: Box) -> Region:
@@ -95,7 +98,7 @@ def part_of(region: Region, box: Box) -> Region:
     """
     if box == region.box:
         return region
-    if len(box) != len(region.box) or not contains(region.box, box):
+    if not contains(region.box, box):
         raise LayoutError(f"{box} is not inside {region.box} of {region.tensor}", where=region.local_name)
     steps = zip(box, region.box, region.strides, strict=True)
     offset = region.offset + sum((inner[0] - outer[0]) * stride for inner, outer, stride in steps)
@@ -103,13 +106,20 @@ def part_of(region: Region, box: Box) -> Region:
 
 
 def union_volume(boxes: Collection[Box]) -> int:
-    """Elements that lie in at least one of the boxes, by sweeping along the first dim."""
+    """Elements that lie in at least one of the boxes."""
+    return _union_volume(frozenset(boxes))
+
+
+@lru_cache(maxsize=1 << 12)
+def _union_volume(boxes: frozenset[Box]) -> int:
+    """By sweeping along the first dim; layers, experts and ranks are cut alike, so that few sets differ."""
     if len(boxes) <= 1 or not next(iter(boxes)):
         return max(map(volume, boxes), default=0)
     cuts = sorted({bound for box in boxes for bound in box[0]})
     total = 0
     for start, stop in pairwise(cuts):
-        total += (stop - start) * union_volume({box[1:] for box in boxes if box[0][0] <= start and stop <= box[0][1]})
+        inner = frozenset(box[1:] for box in boxes if box[0][0] <= start and stop <= box[0][1])
+        total += (stop - start) * _union_volume(inner)
     return total
 
 
