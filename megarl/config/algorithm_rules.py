@@ -29,12 +29,6 @@ GROUP_ESTIMATORS = frozenset(
 """Registered estimators whose baseline is the response's group."""
 OTHER_ESTIMATORS = frozenset({"reinforce_plus_plus", "remax"})
 """Registered estimators that need neither."""
-UNFED_ESTIMATORS = {
-    "remax": "the score of a greedy response to each prompt",
-    "gdpo": "scores per reward component",
-    "optimal_token_baseline": "the sum of squared token probabilities",
-}
-"""Estimators that are pure functions so far: the step does not produce what they read."""
 ESTIMATOR_SETTINGS: dict[str, frozenset[str]] = {
     "gamma": frozenset({"gae", "reinforce_plus_plus"}),
     "lam": frozenset({"gae"}),
@@ -108,10 +102,65 @@ def group_estimator_needs_group(config: TrainConfig) -> Iterator[Breach]:
 
 
 def estimator_gets_its_inputs(config: TrainConfig) -> Iterator[Breach]:
-    """An estimator runs only where the step produces what it reads."""
-    kind = config.algorithm.advantage.kind
-    if kind in UNFED_ESTIMATORS:
-        yield Breach(("algorithm.advantage.kind",), f"another estimator: a step has no {UNFED_ESTIMATORS[kind]}")
+    """Sums of squared probabilities come with the trainer's own pass; components from a reward that returns some."""
+    algorithm, kind = config.algorithm, config.algorithm.advantage.kind
+    if kind == "optimal_token_baseline" and algorithm.old_log_probs != "decoupled":
+        yield Breach(("algorithm.old_log_probs", "algorithm.advantage.kind"), f"decoupled for {kind}")
+
+
+def gdpo_reads_components(config: TrainConfig) -> Iterator[Breach]:
+    """GDPO compares reward components; what is added to the score, a KL included, would change nothing."""
+    algorithm, shaping = config.algorithm, config.algorithm.shaping
+    if algorithm.advantage.kind != "gdpo":
+        return
+    if algorithm.kl.where == "reward":
+        yield Breach(("algorithm.kl.where", "algorithm.advantage.kind"), "loss or none for gdpo")
+    inert = {
+        "clip_low": shaping.clip_low is not None,
+        "clip_high": shaping.clip_high is not None,
+        "overlong_share": shaping.overlong_share is not None,
+        "length_factor": shaping.length_factor > 0,
+        "whiten": shaping.whiten,
+    }
+    for name in (name for name, is_on in inert.items() if is_on):
+        yield Breach((f"algorithm.shaping.{name}", "algorithm.advantage.kind"), "none for gdpo, but weights")
+    if shaping.weights and "weights" in algorithm.advantage.options:
+        keys = ("algorithm.advantage.options", "algorithm.shaping.weights")
+        yield Breach(keys, "weights in one place, algorithm.shaping.weights")
+
+
+def shaping_is_possible(config: TrainConfig) -> Iterator[Breach]:
+    """Bounds are ordered, lengths have others to be compared with, remax's baseline is on the scale of its scores."""
+    shaping, prefix = config.algorithm.shaping, "algorithm.shaping"
+    if shaping.clip_low is not None and shaping.clip_high is not None and shaping.clip_low > shaping.clip_high:
+        yield Breach((f"{prefix}.clip_low", f"{prefix}.clip_high"), "clip_low <= clip_high")
+    if shaping.length_factor > 0 and config.rollout.samples_per_prompt == 1:
+        keys = (f"{prefix}.length_factor", "rollout.samples_per_prompt")
+        yield Breach(keys, "samples_per_prompt >= 2 to compare lengths in a group")
+    if shaping.whiten and config.algorithm.advantage.kind == "remax":
+        keys = (f"{prefix}.whiten", "algorithm.advantage.kind")
+        yield Breach(keys, "no whitening for remax, whose greedy baseline is a score that is not whitened")
+
+
+def filter_has_groups(config: TrainConfig) -> Iterator[Breach]:
+    """A group of one has equal scores always: the filter would drop everything."""
+    if config.algorithm.filter is not None and config.rollout.samples_per_prompt == 1:
+        keys = ("algorithm.filter", "rollout.samples_per_prompt")
+        yield Breach(keys, "samples_per_prompt >= 2 with a group filter")
+
+
+def components_are_returned(config: TrainConfig) -> Iterator[Breach]:
+    """Verifiers return a score, ``accuracy`` and, but for reasoning_gym, ``extracted``; a function what it likes."""
+    if config.reward.kind == "function":
+        return
+    known = {"score", "accuracy"} | ({"extracted"} if config.reward.kind != "reasoning_gym" else set())
+    named = {"algorithm.shaping.weights": sorted(config.algorithm.shaping.weights)}
+    if config.algorithm.filter is not None:
+        named["algorithm.filter.metric"] = [config.algorithm.filter.metric]
+    for key, names in named.items():
+        if unknown := [name for name in names if name not in known]:
+            expected = f"components of the reward ({', '.join(sorted(known))}) and not {', '.join(unknown)}"
+            yield Breach((key, "reward.kind"), expected)
 
 
 def critic_matches_estimator(config: TrainConfig) -> Iterator[Breach]:
@@ -183,8 +232,6 @@ def current_needs_one_update(config: TrainConfig) -> Iterator[Breach]:
         yield Breach(keys, "decoupled with a rollout correction")
     if algorithm.kl.where == "reward":
         yield Breach((key, "algorithm.kl.where"), "decoupled with a KL in the reward")
-    if algorithm.advantage.kind == "optimal_token_baseline":
-        yield Breach((key, "algorithm.advantage.kind"), "decoupled with an estimator that reads old log-probs")
 
 
 def norm_needs_length(config: TrainConfig) -> Iterator[Breach]:
@@ -208,6 +255,9 @@ ALGORITHM_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
     algorithm_is_known,
     group_estimator_needs_group,
     estimator_gets_its_inputs,
+    shaping_is_possible,
+    filter_has_groups,
+    components_are_returned,
     critic_matches_estimator,
     kl_has_weight,
     adaptive_kl_is_in_reward,
@@ -216,4 +266,5 @@ ALGORITHM_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
     current_needs_one_update,
     norm_needs_length,
     loss_fits_aggregation,
+    gdpo_reads_components,
 )

@@ -73,6 +73,12 @@ SWITCHES: tuple[Switch, ...] = (
         _equals("seq-mean-token-sum-norm"),
         "seq-mean-token-sum-norm",
     ),
+    Switch(
+        "algorithm.shaping.overlong_factor",
+        "algorithm.shaping.overlong_share",
+        lambda share: share is not None,
+        "an overlong_share",
+    ),
     Switch("algorithm.correction.upper", "algorithm.correction.weights", *_WEIGHTS),
     Switch("algorithm.correction.lower", "algorithm.correction.weights", *_WEIGHTS),
     Switch("algorithm.correction.normalize", "algorithm.correction.weights", *_WEIGHTS),

@@ -18,9 +18,11 @@ from megarl.algorithms.advantages.base import GroupStatistics
 from megarl.algorithms.correction import Corrected, Correction, correct, difference_metrics
 from megarl.algorithms.kl import KlController, penalized_rewards
 from megarl.algorithms.statistics import batch_metrics
-from megarl.config.schema.algorithm import KlConfig
+from megarl.config.schema.algorithm import KlConfig, ShapingConfig
+from megarl.controller.shaping import components, shaped_scores
 from megarl.data.batch import Batch, Ragged
 from megarl.observability.metrics import Max, Mean, Metrics, Min
+from megarl.rewards.base import SCORE
 
 
 def padded(batch: Batch, name: str, fill: float = 0.0) -> Tensor:
@@ -38,13 +40,16 @@ def to_column(values: Tensor, batch: Batch) -> Ragged:
     return Ragged.from_padded(values.to(torch.float32), batch.response_lengths)
 
 
-def token_rewards(batch: Batch, settings: KlConfig, kl: KlController) -> tuple[Batch, Metrics]:
-    """Scores on the last token, less the KL penalty where it is part of the reward."""
+def token_rewards(
+    batch: Batch, shaping: ShapingConfig, settings: KlConfig, kl: KlController, *, max_tokens: int
+) -> tuple[Batch, Metrics]:
+    """Shaped scores on the last token, less the KL penalty where it is part of the reward."""
     mask = response_mask(batch)
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     rows = mask.any(1).nonzero()[:, 0]
-    scores[rows, batch.response_lengths[rows] - 1] = batch.tensor("scores")[rows]
-    rewards, metrics = scores, score_metrics(batch)
+    per_row, metrics = shaped_scores(batch, shaping, max_tokens=max_tokens)
+    scores[rows, batch.response_lengths[rows] - 1] = per_row[rows]
+    rewards, metrics = scores, {**score_metrics(batch), **metrics}
     if settings.where == "reward":
         rewards, measured = penalized_rewards(
             scores,
@@ -84,7 +89,10 @@ def advantages(
         truncated=torch.tensor([reason != "stop" for reason in batch["finish_reason"]]),
         kept=corrected.kept,
         group_stats=group_stats,
+        greedy_scores=batch.tensor("greedy_scores") if "greedy_scores" in batch else None,
+        reward_components=_components_for(estimator, batch) if "reward_components" in estimator.needs else None,
         old_log_probs=old_log_probs,
+        sum_pi_squared=padded(batch, "sum_pi_squared") if "sum_pi_squared" in batch else None,
         importance_weights=corrected.importance_weights,
     )
     kept = Ragged.from_padded(corrected.kept, batch.response_lengths)
@@ -98,6 +106,14 @@ def advantages(
         corrected.kept, token_level_rewards=rewards, advantages=result.advantages, returns=result.returns, values=values
     )
     return batch, {**corrected.metrics, **result.metrics, **seen}
+
+
+def _components_for(estimator: Estimator, batch: Batch) -> dict[str, Tensor]:
+    """Components of the reward; its score, most often their sum, only where a weight names it or there is no other."""
+    known = components(batch)
+    if SCORE not in (estimator.keywords.get("weights") or ()) and len(known) > 1:
+        del known[SCORE]
+    return known
 
 
 def score_metrics(batch: Batch) -> Metrics:

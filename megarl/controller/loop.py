@@ -12,7 +12,7 @@ from megarl.config.schema import TrainConfig
 from megarl.config.schema.data import SourceConfig
 from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.engines import EnginePlan, start_engines
-from megarl.controller.roles import Roles, build_roles, make_estimator, takes_turns
+from megarl.controller.roles import Roles, build_roles, check_algorithm, takes_turns
 from megarl.controller.scoring import RewardRole
 from megarl.controller.session import Session, check_weights, open_session
 from megarl.controller.state import RunState
@@ -38,7 +38,7 @@ def train(loaded: Loaded[TrainConfig]) -> int:
     """
     config = loaded.config
     # What needs no process fails first, in seconds: algorithm, weights, tokenizer, data, reward.
-    make_estimator(config.algorithm)
+    check_algorithm(config)
     check_weights(config.model)
     tokenizer = load_tokenizer(config.model.path)
     held_out = held_out_prompts(config, tokenizer)
@@ -160,7 +160,7 @@ class Run:
             with span("step"):
                 result = policy_step(
                     self.roles,
-                    self.prompts.next(config.data.prompts_per_step),
+                    self.prompts.next,
                     config,
                     step=step,
                     version=self.version,

@@ -38,10 +38,12 @@ class DeviceTurns:
         self._engines = list(engines)
         self._watch = watch
         self.engines_hold_weights = False
+        self._is_training = False
 
     def to_training(self) -> None:
-        """After sampling: engines give their memory back, training state returns."""
-        if self._is_shared:
+        """After sampling: engines give their memory back, training state returns; nothing to do if it has."""
+        if self._is_shared and not self._is_training:
+            self._is_training = True
             self._watch.get({member.handle.sleep.remote(): member for member in self._engines})
             self.engines_hold_weights = False
             for group in self._training:
@@ -60,6 +62,7 @@ class DeviceTurns:
             tags = ["kv_cache"]
             self._watch.get({member.handle.wake_up.remote(tags): member for member in self._engines})
         self.engines_hold_weights = True
+        self._is_training = False
 
 
 class WeightPublisher:

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from megarl.algorithms.advantages import Estimator, build_estimator
 from megarl.algorithms.correction import Correction, Rejection
 from megarl.algorithms.kl import KlController
-from megarl.algorithms.policy_losses import build_policy_loss
+from megarl.algorithms.policy_losses import PolicyLoss, build_policy_loss
 from megarl.config.schema import TrainConfig
-from megarl.config.schema.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.config.schema.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig
 from megarl.config.schema.roles import CriticConfig
 from megarl.controller.dispatch import Member, Watch, WorkerGroup, make_minibatches
 from megarl.controller.publish import DeviceTurns, WeightPublisher
 from megarl.controller.rollout import RolloutRole
 from megarl.controller.scoring import RewardRole
 from megarl.data.batch import Batch, Ragged
+from megarl.errors import ConfigError
 from megarl.observability.metrics import Mean, Metrics
 from megarl.train.engine import PolicyUpdate, ValueUpdate
 
@@ -38,24 +39,24 @@ class ActorRole:
         self._algorithm = algorithm
         self._temperature = temperature
         self._seed = seed
-        loss = algorithm.policy_loss
-        self._loss = build_policy_loss(
-            loss.kind,
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            dual_clip=loss.dual_clip,
-            options=loss.options,
-        )
+        self._loss = make_policy_loss(algorithm)
 
-    def add_old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with ``old_log_probs``: the policy's log-probs before this step's first update; and its entropy."""
+    def add_old_log_probs(self, batch: Batch, *, with_sum_pi_squared: bool = False) -> tuple[Batch, Metrics]:
+        """The batch with ``old_log_probs``: the policy's log-probs before this step's first update; and its entropy.
+
+        With ``with_sum_pi_squared`` also the column of that name, for the optimal token baseline.
+        """
         columns = self.group.log_probs(
-            batch.only("prompts", "responses"), temperature=self._temperature, with_entropy=True
+            batch.only("prompts", "responses"),
+            temperature=self._temperature,
+            with_entropy=True,
+            with_sum_pi_squared=with_sum_pi_squared,
         )
         entropy = columns["entropy"].values
-        return batch.add(old_log_probs=columns["log_probs"]), {
-            "actor/old_entropy": Mean(float(entropy.double().sum()), len(entropy))
-        }
+        batch = batch.add(old_log_probs=columns["log_probs"])
+        if with_sum_pi_squared:
+            batch = batch.add(sum_pi_squared=columns["sum_pi_squared"])
+        return batch, {"actor/old_entropy": Mean(float(entropy.double().sum()), len(entropy))}
 
     def update(self, batch: Batch, *, step: int) -> Metrics:
         """``algorithm.epochs`` passes over the batch in minibatches."""
@@ -178,7 +179,7 @@ def build_roles(
         turns=turns,
         estimator=make_estimator(algorithm),
         correction=make_correction(algorithm.correction),
-        kl=KlController(kl.coef, adaptive=kl.adaptive, target=kl.target, horizon=kl.horizon),
+        kl=make_kl(kl),
         reference=ReferenceRole(actor, temperature=temperature) if kl.where != "none" else None,
         critic=None
         if critic is None or config.critic is None
@@ -192,17 +193,60 @@ def takes_turns(config: TrainConfig) -> bool:
     return cluster.device == "cuda" and cluster.placement == "colocated" and config.actor.engine.offload
 
 
+def check_algorithm(config: TrainConfig) -> None:
+    """Build what the configuration names, and see that an estimator of the user's own gets what it declares to need.
+
+    Raises:
+        ConfigError: an import path that leads nowhere, an option nobody takes or that is missing, a missing critic,
+            group or pass.
+    """
+    make_policy_loss(config.algorithm)
+    estimator = make_estimator(config.algorithm)
+    if estimator.needs_values and config.critic is None:
+        raise ConfigError(f"estimator {estimator.kind!r} needs values", where="critic", fix="add a critic section")
+    if estimator.needs_groups and config.rollout.samples_per_prompt == 1:
+        raise ConfigError(
+            f"estimator {estimator.kind!r} needs groups",
+            where="rollout.samples_per_prompt=1",
+            fix="sample two responses of a prompt or more",
+        )
+    if "sum_pi_squared" in estimator.needs and config.algorithm.old_log_probs != "decoupled":
+        raise ConfigError(
+            f"estimator {estimator.kind!r} needs sums of squared probabilities, which come with the old log-probs",
+            where=f"algorithm.old_log_probs={config.algorithm.old_log_probs}",
+            fix="algorithm.old_log_probs=decoupled",
+        )
+
+
+def make_policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
+    """The configured policy loss."""
+    settings = algorithm.policy_loss
+    return build_policy_loss(
+        settings.kind,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+        options=settings.options,
+    )
+
+
 def make_estimator(algorithm: AlgorithmConfig) -> Estimator:
-    """The configured advantage estimator."""
-    settings = algorithm.advantage
+    """The configured advantage estimator; gdpo's weights of components are those of ``algorithm.shaping``."""
+    settings, weights = algorithm.advantage, algorithm.shaping.weights
+    options = settings.options | ({"weights": weights} if settings.kind == "gdpo" and weights else {})
     return build_estimator(
         settings.kind,
         gamma=settings.gamma,
         lam=settings.lam,
         norm_by_std=settings.norm_by_std,
         bootstrap_truncated=settings.bootstrap_truncated,
-        options=settings.options,
+        options=options,
     )
+
+
+def make_kl(settings: KlConfig) -> KlController:
+    """The configured coefficient of the KL in the reward."""
+    return KlController(settings.coef, adaptive=settings.adaptive, target=settings.target, horizon=settings.horizon)
 
 
 def make_correction(settings: CorrectionConfig) -> Correction:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -19,7 +18,7 @@ from megarl.controller.dispatch import Member, Watch
 from megarl.data.batch import Batch, Ragged
 from megarl.data.prompts import Prompt
 from megarl.errors import RolloutError
-from megarl.observability.metrics import Last, Mean, Metrics, Sum
+from megarl.observability.metrics import Mean, Metrics, Sum
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.router import collect, route
 from megarl.rollout.sampling import Sampling
@@ -42,14 +41,25 @@ class RolloutRole:
         """Sampling settings of training."""
         return Sampling(**self.config.sampling.model_dump())
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, version: int) -> tuple[Batch, Metrics]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, version: int, first: int = 0, with_greedy: bool = False
+    ) -> tuple[Batch, Metrics]:
         """The samples of a training step, ``samples_per_prompt`` for each prompt.
+
+        Args:
+            prompts: what to continue.
+            step: controller step.
+            version: weight version the engines serve.
+            first: prompts of this step that were sampled before.
+            with_greedy: also one greedy response for each prompt, in the same call; they follow the samples, and the
+                column ``is_greedy`` tells them apart.
 
         Raises:
             RolloutError: an engine sampled under another weight version than ``version``.
         """
         started = time.monotonic()
-        batch = self.sample(prompts, self.sampling, n=self.config.samples_per_prompt, step=step)
+        n = self.config.samples_per_prompt
+        batch = self.sample(prompts, self.sampling, n=n, step=step, first=first, with_greedy=with_greedy)
         elapsed_s = time.monotonic() - started
         for row, spans in enumerate(batch["weight_versions"]):
             if any(span.version != version for span in spans):
@@ -61,12 +71,22 @@ class RolloutRole:
         tokens = int(batch.response_lengths.sum())
         return batch, {
             "rollout/tokens": Sum(tokens),
-            "rollout/tokens_per_s": Last(tokens / elapsed_s),
+            "rollout/tokens_per_s": Mean(tokens, elapsed_s),
             "rollout/aborted": Mean(sum(reason == "abort" for reason in batch["finish_reason"]), len(batch)),
         }
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, *, n: int, step: int, stream: int = 0) -> Batch:
-        """``n`` samples of each prompt, in the order of the prompts.
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        n: int,
+        step: int,
+        stream: int = 0,
+        first: int = 0,
+        with_greedy: bool = False,
+    ) -> Batch:
+        """``n`` samples of each prompt, in the order of the prompts, then the greedy ones.
 
         Args:
             prompts: what to continue.
@@ -74,24 +94,33 @@ class RolloutRole:
             n: samples per prompt.
             step: controller step, part of the seeds and of the sample ids.
             stream: 0 for training, 1 for validation: keeps their seeds apart.
+            first: number of the first prompt within the step, part of the seeds and ids too.
+            with_greedy: also a greedy response for each prompt, from the replica that samples it.
         """
         requests = [
             Request(
-                request_id=index,
+                request_id=index + is_greedy * len(prompts),
                 prompt_token_ids=list(prompt.token_ids),
-                seed=request_seed(self.seed, step, stream, index),
+                seed=request_seed(self.seed, step, stream, first + index),
+                group_id=index if with_greedy else None,
+                is_greedy=is_greedy,
             )
+            for is_greedy in (False, True)[: 1 + with_greedy]
             for index, prompt in enumerate(prompts)
         ]
         parts = route(requests, len(self.members), n=n, max_tokens=sampling.max_tokens)
         busy = [(member, part) for member, part in zip(self.members, parts, strict=True) if part]
         results = self._watch.get({member.handle.generate.remote(part, sampling, n): member for member, part in busy})
         completions = collect([part for _, part in busy], results, n=n)
-        return _as_batch(prompts, completions, sampling, step=step)
-
-    def greedy(self, sampling: Sampling) -> Sampling:
-        """The same limits with temperature 0."""
-        return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+        batch = _as_batch(prompts, completions, sampling, step=step, first=first, first_row=first * (n + with_greedy))
+        if not with_greedy:
+            return batch
+        greedy = {index: completions[len(prompts) + index] for index in range(len(prompts))}
+        extra = _as_batch(
+            prompts, greedy, sampling.greedy(), step=step, first=first, first_row=first * (n + 1) + len(batch)
+        )
+        is_greedy = torch.arange(len(batch) + len(extra)) >= len(batch)
+        return Batch.concat([batch, extra]).add(is_greedy=is_greedy)
 
 
 def request_seed(seed: int, step: int, stream: int, index: int) -> int:
@@ -106,7 +135,13 @@ def request_seed(seed: int, step: int, stream: int, index: int) -> int:
 
 
 def _as_batch(
-    prompts: Sequence[Prompt], completions: Mapping[int, Sequence[Completion]], sampling: Sampling, *, step: int
+    prompts: Sequence[Prompt],
+    completions: Mapping[int, Sequence[Completion]],
+    sampling: Sampling,
+    *,
+    step: int,
+    first: int,
+    first_row: int,
 ) -> Batch:
     rows = [(index, sample) for index in range(len(prompts)) for sample in completions[index]]
     of = [prompts[index] for index, _ in rows]
@@ -114,8 +149,8 @@ def _as_batch(
     base = step << SAMPLES_PER_STEP_BITS
     responses = Ragged.from_rows([completion.token_ids for completion in done], torch.int64)
     return Batch.create(
-        sample_id=base + torch.arange(len(rows), dtype=torch.int64),
-        group_id=base + torch.tensor([index for index, _ in rows], dtype=torch.int64),
+        sample_id=base + first_row + torch.arange(len(rows), dtype=torch.int64),
+        group_id=base + first + torch.tensor([index for index, _ in rows], dtype=torch.int64),
         prompts=Ragged.from_rows([prompt.token_ids for prompt in of], torch.int64),
         data_source=[prompt.data_source for prompt in of],
         answer=[prompt.answer for prompt in of],

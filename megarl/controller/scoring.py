@@ -9,7 +9,7 @@ import torch
 from megarl.data.batch import Batch
 from megarl.data.tokenizer import Tokenizer
 from megarl.observability.metrics import Mean, Metrics
-from megarl.rewards.base import RewardInput
+from megarl.rewards.base import SCORE, RewardInput
 from megarl.rewards.pool import RewardPool
 
 
@@ -23,7 +23,10 @@ class RewardRole:
         """Seconds spent waiting for the pool since the start."""
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with ``scores``, and the means of what the reward returned beside the score."""
+        """The batch with ``scores``, and ``reward_components``: all the reward returned, by name.
+
+        Metrics are the means of the components over the responses that are not ``is_greedy``.
+        """
         prompts = self.decode(batch, "prompts")
         responses = self.decode(batch, "responses")
         samples = [
@@ -40,10 +43,16 @@ class RewardRole:
         results = self._pool.score(samples)
         self.waited_s += time.monotonic() - started
         metrics: Metrics = {"reward/failed": Mean(sum(result.failed is not None for result in results), len(results))}
-        for name in sorted({name for result in results for name in result.extra}):
-            given = [result.extra[name] for result in results if name in result.extra]
+        is_greedy = batch.tensor("is_greedy").tolist() if "is_greedy" in batch else [False] * len(results)
+        sampled = [result.extra for result, greedy in zip(results, is_greedy, strict=True) if not greedy]
+        for name in sorted({name for extra in sampled for name in extra}):
+            given = [extra[name] for extra in sampled if name in extra]
             metrics[f"reward/{name}"] = Mean(sum(given), len(given))
-        return batch.add(scores=torch.tensor([result.score for result in results], dtype=torch.float32)), metrics
+        batch = batch.add(
+            scores=torch.tensor([result.score for result in results], dtype=torch.float32),
+            reward_components=[{**result.extra, SCORE: result.score} for result in results],
+        )
+        return batch, metrics
 
     def decode(self, batch: Batch, field: str) -> list[str]:
         """Text of a token column; special tokens left out."""

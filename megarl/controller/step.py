@@ -6,11 +6,13 @@ whether values are needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.config.schema import TrainConfig
-from megarl.controller import credit
+from megarl.controller import credit, shaping
 from megarl.controller.roles import Roles
+from megarl.controller.rounds import Rounds
 from megarl.data.batch import Batch
 from megarl.data.prompts import Prompt
 from megarl.observability.metrics import Metrics, merge
@@ -26,30 +28,43 @@ class StepResult:
     metrics: Metrics
 
 
-def policy_step(roles: Roles, prompts: list[Prompt], config: TrainConfig, *, step: int, version: int) -> StepResult:
+def policy_step(
+    roles: Roles, draw: Callable[[int], list[Prompt]], config: TrainConfig, *, step: int, version: int
+) -> StepResult:
     """Sample, score, estimate, update, publish.
 
     Args:
         roles: the worker groups.
-        prompts: the prompts of this step.
+        draw: the next so many prompts of the data.
         config: the run's configuration.
         step: number of this step, from 1.
         version: weight version the engines serve; the update is published as ``version + 1``.
     """
-    algorithm, metrics = config.algorithm, []
+    algorithm, metrics, greedy = config.algorithm, [], roles.estimator.needs_greedy_baseline
 
-    with span("rollout"):
-        batch, seen = roles.rollout.generate(prompts, step=step, version=version)
-        metrics.append(seen)
-        roles.turns.to_training()
-    with span("reward"):
-        batch, seen = roles.reward.score(batch)
-        metrics.append(seen)
+    rounds = Rounds(draw, config.data.prompts_per_step, algorithm.filter)
+    while rounds.wanted:  # once, unless groups without a signal are replaced (algorithm.filter)
+        with span("rollout"):
+            first, prompts = rounds.num_drawn, rounds.prompts()
+            batch, seen = roles.rollout.generate(prompts, step=step, version=version, first=first, with_greedy=greedy)
+            metrics.append(seen)
+            if rounds.is_last:
+                roles.turns.to_training()
+        with span("reward"):
+            batch, seen = roles.reward.score(batch)
+            metrics.append(seen)
+            batch, seen = shaping.weigh(batch, algorithm.shaping)
+            metrics.append(seen)
+            rounds.admit(shaping.take_greedy(batch))
+    roles.turns.to_training()  # nothing to do if the last round was known to be the last
+    batch = rounds.batch()
+    metrics.append(rounds.metrics())
     if algorithm.old_log_probs == "bypass":
         batch = batch.add(old_log_probs=batch["rollout_log_probs"])
     elif algorithm.old_log_probs == "decoupled":  # "current" leaves them to the update
         with span("old_log_probs"):
-            batch, seen = roles.actor.add_old_log_probs(batch)
+            squares = "sum_pi_squared" in roles.estimator.needs
+            batch, seen = roles.actor.add_old_log_probs(batch, with_sum_pi_squared=squares)
             metrics += [seen, credit.mismatch_metrics(batch)]
     if roles.reference is not None:
         with span("ref_log_probs"):
@@ -58,7 +73,8 @@ def policy_step(roles: Roles, prompts: list[Prompt], config: TrainConfig, *, ste
         with span("values"):
             batch = batch.add(values=roles.critic.values(batch))
     with span("advantages"):
-        batch, seen = credit.token_rewards(batch, algorithm.kl, roles.kl)
+        longest = config.rollout.sampling.max_tokens
+        batch, seen = credit.token_rewards(batch, algorithm.shaping, algorithm.kl, roles.kl, max_tokens=longest)
         metrics.append(seen)
         batch, seen = credit.advantages(batch, roles.estimator, roles.correction, algorithm.correction.group_stats)
         metrics.append(seen)

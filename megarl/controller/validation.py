@@ -10,9 +10,7 @@ from megarl.config.schema.run import ValidationConfig
 from megarl.controller.roles import Roles
 from megarl.data.prompts import Prompt
 from megarl.observability.metrics import Mean, Metrics
-
-# A verifier's full score: scores below it (partial credit for form) are not right answers.
-FULL_SCORE = 1.0
+from megarl.rewards.base import FULL_SCORE
 
 VALIDATION_STREAM = 1
 
@@ -30,7 +28,7 @@ def validate(roles: Roles, prompts: Sequence[Prompt], config: ValidationConfig, 
 
     ``val/accuracy`` is the share of responses with the full score 1, over all sources and for each of them.
     """
-    sampling = replace(roles.rollout.greedy(roles.rollout.sampling), temperature=config.temperature)
+    sampling = replace(roles.rollout.sampling.greedy(), temperature=config.temperature)
     batch = roles.rollout.sample(prompts, sampling, n=1, step=step, stream=VALIDATION_STREAM)
     batch, _ = roles.reward.score(batch)
     scores = batch.tensor("scores").tolist()

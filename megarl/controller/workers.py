@@ -169,9 +169,13 @@ class TrainWorker:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
-    def log_probs(self, batch: Batch, *, temperature: float, with_entropy: bool) -> dict[str, Ragged] | None:
-        """``log_probs`` and ``entropy`` of every response token."""
-        return self.engine.log_probs(batch, temperature=temperature, with_entropy=with_entropy)
+    def log_probs(
+        self, batch: Batch, *, temperature: float, with_entropy: bool, with_sum_pi_squared: bool
+    ) -> dict[str, Ragged] | None:
+        """``log_probs``, ``entropy`` and ``sum_pi_squared`` of every response token."""
+        return self.engine.log_probs(
+            batch, temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
+        )
 
     @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
     def ref_log_probs(self, batch: Batch, *, temperature: float) -> dict[str, Ragged] | None:

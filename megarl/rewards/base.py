@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
+FULL_SCORE = 1.0
+"""A verifier's full score: scores below it (partial credit for form) are not right answers."""
+
+SCORE = "score"
+"""Key of the score in what a reward returns, and its name as a component."""
+
 Scored: TypeAlias = "float | Mapping[str, Any]"
 
 
@@ -52,11 +58,11 @@ def as_result(scored: Any) -> RewardResult:
         ValueError: a number that is not finite.
     """
     if isinstance(scored, Mapping):
-        if "score" not in scored:
+        if SCORE not in scored:
             raise TypeError(f"the reward returned a dict without 'score', its keys are {sorted(map(str, scored))}")
-        extra = {str(name): _number(value, str(name)) for name, value in scored.items() if name != "score"}
-        return RewardResult(_number(scored["score"], "score"), extra)
-    return RewardResult(_number(scored, "score"))
+        extra = {str(name): _number(value, str(name)) for name, value in scored.items() if name != SCORE}
+        return RewardResult(_number(scored[SCORE], SCORE), extra)
+    return RewardResult(_number(scored, SCORE))
 
 
 def _number(value: Any, name: str) -> float:

@@ -34,12 +34,14 @@ class Request:
         prompt_token_ids: the prompt.
         seed: in ``[0, 2^63)``; sample ``i`` of the request uses ``seed + i``, so seeds of a run should lie apart.
         group_id: requests of one group go to one replica; None is a group of its own.
+        is_greedy: one greedy response, whatever the settings and the number of samples of the call.
     """
 
     request_id: int
     prompt_token_ids: Sequence[int]
     seed: int
     group_id: int | None = None
+    is_greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class RolloutEngine(Protocol):
     async def generate(
         self, requests: Sequence[Request], sampling: Sampling, n: int = 1
     ) -> list[tuple[int, list[Completion]]]:
-        """``n`` samples of every request, as (request_id, samples), in the order of the requests.
+        """``n`` samples of every request (one of a greedy one), as (request_id, samples), in the order of the requests.
 
         Raises:
             RolloutError: the engine may not sample now, a request is invalid, or a process died.

@@ -44,7 +44,7 @@ def route(
     for request in requests:
         response = known.get(request.request_id, max_tokens)
         # The prompt is computed once for all samples; each generated token is one step of its own.
-        cost = len(request.prompt_token_ids) + n * response
+        cost = len(request.prompt_token_ids) + num_samples(request, n) * response
         key = _group(request)
         costs[key] = costs.get(key, 0.0) + cost
     loads = [(0.0, replica) for replica in range(num_replicas)]
@@ -75,14 +75,20 @@ def collect(
             raise RolloutError(
                 f"asked for requests {asked[:8]}, answered {answered[:8]}", where=f"rollout replica {replica}"
             )
+        expected = {request.request_id: num_samples(request, n) for request in part}
         for request_id, completions in result:
-            if len(completions) != n:
+            if len(completions) != expected[request_id]:
                 raise RolloutError(
-                    f"request {request_id} has {len(completions)} samples, expected {n}",
+                    f"request {request_id} has {len(completions)} samples, expected {expected[request_id]}",
                     where=f"rollout replica {replica}",
                 )
             samples[request_id] = completions
     return samples
+
+
+def num_samples(request: Request, n: int) -> int:
+    """Samples of a request in a call that asks for ``n``."""
+    return 1 if request.is_greedy else n
 
 
 def _group(request: Request) -> tuple[str, int]:

@@ -66,6 +66,10 @@ class Sampling:
         """Whether a trainer that divides logits by the temperature computes the same log-probs."""
         return self.is_greedy or (self.top_p == 1 and self.top_k == -1 and self.min_p == 0)
 
+    def greedy(self) -> Sampling:
+        """The same limits with the likeliest token each time."""
+        return dataclasses.replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+
     def record(self) -> dict[str, Any]:
         """The settings and the meaning of the log-probs, as stored with every sample."""
         return dataclasses.asdict(self) | {"log_probs": "full_softmax" if self.is_full_softmax else "renormalized"}

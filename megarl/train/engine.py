@@ -78,9 +78,12 @@ class TrainEngine(Protocol):
     """A model of one role, on one rank."""
 
     def log_probs(
-        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False
+        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False, with_sum_pi_squared: bool = False
     ) -> dict[str, Ragged] | None:
-        """``log_probs`` (and ``entropy``) of every response token at the current weights, without dropout."""
+        """``log_probs`` of every response token at the current weights, without dropout.
+
+        If asked also ``entropy``, and ``sum_pi_squared``, the sum over the vocabulary of squared probabilities.
+        """
         ...
 
     def values(self, batch: Batch) -> Ragged | None:

@@ -26,6 +26,7 @@ def head_on_shards(rank: Rank, layout: ParallelLayout) -> dict[str, torch.Tensor
         part = TOKENS // layout.tp
         hidden = hidden[groups.coordinate.tp * part : (groups.coordinate.tp + 1) * part].clone()
     hidden.requires_grad_()
+    squares = torch.zeros(len(targets))
     log_probs, entropy = vocab_log_probs(
         hidden,
         shard,
@@ -37,6 +38,7 @@ def head_on_shards(rank: Rank, layout: ParallelLayout) -> dict[str, torch.Tensor
         with_entropy=True,
         tp_group=groups.tp,
         sequence_parallel=layout.sequence_parallel,
+        sum_pi_squared=squares,
     )
     assert entropy is not None
     scale = torch.linspace(0.1, 1.5, len(targets))
@@ -45,6 +47,7 @@ def head_on_shards(rank: Rank, layout: ParallelLayout) -> dict[str, torch.Tensor
     return {
         "log_probs": log_probs.detach(),
         "entropy": entropy.detach(),
+        "sum_pi_squared": squares,
         "hidden_grad": hidden.grad,
         "weight_grad": shard.grad,
     }
@@ -58,7 +61,7 @@ def test_results_and_gradients_do_not_depend_on_tensor_parallel_size(
     (expected,) = ranks(1).run(head_on_shards, ParallelLayout())
     results = ranks(tp).run(head_on_shards, ParallelLayout(tp=tp, sequence_parallel=sequence_parallel))
     for result in results:
-        for name in ("log_probs", "entropy"):
+        for name in ("log_probs", "entropy", "sum_pi_squared"):
             torch.testing.assert_close(result[name], expected[name], rtol=1e-5, atol=1e-6)
     if sequence_parallel:
         hidden_grads = [torch.cat([result["hidden_grad"] for result in results])]

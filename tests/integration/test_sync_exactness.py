@@ -110,11 +110,11 @@ def test_greedy_tokens_and_log_probs_equal_the_exported_models(
         "algorithm.policy_loss.entropy_coef=0.01",
     ]  # fmt: skip
     with started([*small(tmp_path / "model", write_prompts(tmp_path / "prompts.jsonl")), *options]) as parts:
-        asked, greedy = parts.prompts.first(8), parts.roles.rollout.greedy(parts.roles.rollout.sampling)
+        asked, greedy = parts.prompts.first(8), parts.roles.rollout.sampling.greedy()
         before: Exported | None = None
         distances = []
         for step in range(1, UPDATES + 1):
-            result = policy_step(parts.roles, parts.prompts.next(8), parts.config, step=step, version=step - 1)
+            result = policy_step(parts.roles, parts.prompts.next, parts.config, step=step, version=step - 1)
             numbers = values(result.metrics)
             assert result.version == step
             assert numbers[MISMATCH] < 1e-4
@@ -143,7 +143,7 @@ def assert_bypass(parts: Parts, *, version: int) -> None:
     """One more step, with the engines' log-probs taken for the old ones."""
     algorithm = parts.config.algorithm.model_copy(update={"old_log_probs": "bypass"})
     config = parts.config.model_copy(update={"algorithm": algorithm})
-    result = policy_step(parts.roles, parts.prompts.next(8), config, step=version + 1, version=version)
+    result = policy_step(parts.roles, parts.prompts.next, config, step=version + 1, version=version)
     numbers = values(result.metrics)
     assert MISMATCH not in numbers
     assert result.batch["old_log_probs"].equal(result.batch["rollout_log_probs"])

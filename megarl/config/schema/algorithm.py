@@ -124,6 +124,35 @@ class CorrectionConfig(StrictModel):
         return self
 
 
+class ShapingConfig(StrictModel):
+    """From what the reward returned to the score an estimator sees."""
+
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of reward components, what the reward returns in its dict; their sum becomes the score. ``score`` is the
+    reward's own. Empty leaves the score as it is. With gdpo they weigh the components' advantages instead."""
+    clip_low: float | None = None
+    """Lower bound of scores; None has none."""
+    clip_high: float | None = None
+    """Upper bound of scores; None has none."""
+    overlong_share: float | None = Field(None, gt=0, le=1)
+    """Part of rollout.sampling.max_tokens, at its end, over which a penalty on length rises (DAPO); None has none."""
+    overlong_factor: float = Field(1.0, gt=0)
+    """Penalty of a response of the longest length."""
+    length_factor: float = Field(0.0, ge=0)
+    """Weight of a reward for being shorter than the other right responses of the group (Kimi k1.5); 0 has none."""
+    whiten: bool = False
+    """Subtract the mean of the step's scores and divide by their deviation."""
+
+
+class FilterConfig(StrictModel):
+    """Replace groups of equal scores by new prompts until a step is full (dynamic sampling of DAPO)."""
+
+    metric: str = "score"
+    """Whose equality drops a group: the score, or a component the reward returns, such as accuracy."""
+    max_rounds: int = Field(10, ge=1)
+    """Most rounds of sampling in a step; a step that is not full then trains on the groups there are."""
+
+
 class AlgorithmConfig(StrictModel):
     """One policy-gradient algorithm."""
 
@@ -133,6 +162,10 @@ class AlgorithmConfig(StrictModel):
     """Policy loss."""
     kl: KlConfig = KlConfig()
     """KL towards the reference policy."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Reward shaping."""
+    filter: FilterConfig | None = None
+    """Group filter; None keeps every group."""
     correction: CorrectionConfig = CorrectionConfig()
     """Rollout correction."""
     old_log_probs: Literal["decoupled", "bypass", "current"] = "decoupled"

@@ -161,6 +161,8 @@ class VllmEngine:
                 task.cancel()
 
     async def _one(self, vllm_id: str, request: Request, sampling: Sampling, n: int) -> tuple[int, list[Completion]]:
+        if request.is_greedy:
+            sampling, n = sampling.greedy(), 1
         params = sampling_params(request, sampling, n, self._spec.eos_token_ids)
         prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
         outputs = []

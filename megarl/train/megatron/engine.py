@@ -121,12 +121,15 @@ class MegatronEngine:
     # -- passes without gradients ------------------------------------------------------------------------------------
 
     def log_probs(
-        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False
+        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False, with_sum_pi_squared: bool = False
     ) -> dict[str, Ragged] | None:
-        """``log_probs`` (and ``entropy``) of every response token at the current weights, float32 on the CPU."""
-        head = HeadOptions(temperature=temperature, with_entropy=with_entropy)
-        names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
-        return self._per_token(batch, head, names)
+        """``log_probs``, and if asked ``entropy`` and ``sum_pi_squared``, of every response token, float32 on the CPU.
+
+        They are those of the current weights.
+        """
+        head = HeadOptions(temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared)
+        wanted = {"log_probs": True, "entropy": with_entropy, "sum_pi_squared": with_sum_pi_squared}
+        return self._per_token(batch, head, [name for name, is_wanted in wanted.items() if is_wanted])
 
     def values(self, batch: Batch) -> Ragged | None:
         """Value before every response token, float32 on the CPU."""

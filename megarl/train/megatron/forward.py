@@ -37,11 +37,13 @@ class TokenOutputs:
         log_probs: log-probs of the tokens (language-model head).
         entropy: entropy of the distributions they were drawn from, if asked for.
         values: values before the tokens (value head).
+        sum_pi_squared: sum over the vocabulary of squared probabilities, if asked for; without a graph.
     """
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,12 @@ class HeadOptions:
     Args:
         temperature: softmax temperature.
         with_entropy: also compute the entropy.
+        with_sum_pi_squared: also compute the sum of squared probabilities.
     """
 
     temperature: float = 1.0
     with_entropy: bool = False
+    with_sum_pi_squared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,9 @@ def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, opt
     if parts.is_value:
         return TokenOutputs(values=output.reshape(-1).float().index_select(0, microbatch.positions))
     hidden = output.reshape(-1, output.shape[-1])
+    squares = None
+    if options.with_sum_pi_squared:
+        squares = torch.zeros(len(microbatch.targets), dtype=torch.float32, device=parts.device)
     log_probs, entropy = vocab_log_probs(
         hidden,
         parts.module.output_weight(),
@@ -221,8 +228,9 @@ def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, opt
         with_entropy=options.with_entropy,
         tp_group=parts.tp_group,
         sequence_parallel=parts.sequence_parallel,
+        sum_pi_squared=squares,
     )
-    return TokenOutputs(log_probs=log_probs, entropy=entropy)
+    return TokenOutputs(log_probs=log_probs, entropy=entropy, sum_pi_squared=squares)
 
 
 def _any_output(outputs: TokenOutputs) -> Tensor:

@@ -32,6 +32,7 @@ def vocab_log_probs(
     with_entropy: bool = False,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    sum_pi_squared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under softmax(hidden W^T / temperature), and the softmax's entropy if asked.
 
@@ -50,6 +51,8 @@ def vocab_log_probs(
         with_entropy: also return the entropy.
         tp_group: the tensor-parallel group; None is one rank.
         sequence_parallel: ``hidden`` is split over ``tp_group`` along the tokens.
+        sum_pi_squared: [M] float32 that receives ``sum_v p_v^2`` of each softmax, without gradient; None is not
+            computed.
 
     Returns:
         log-probs [M] float32 and entropy [M] float32 (None unless asked), in nats.
@@ -63,8 +66,9 @@ def vocab_log_probs(
         raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
     shard = _Shard(weight.shape[0], vocab_size, tp_group)
     log_probs, entropy = _VocabLogProbs.apply(
-        hidden, weight, targets, positions, shard, temperature, chunk_tokens, with_entropy, sequence_parallel
-    )
+        hidden, weight, targets, positions, shard, temperature, chunk_tokens, with_entropy, sequence_parallel,
+        sum_pi_squared,
+    )  # fmt: skip
     return log_probs, entropy
 
 
@@ -127,6 +131,7 @@ class _VocabLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
         sequence_parallel: bool,
+        sum_pi_squared: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         rows = shard.gather_tokens(hidden) if sequence_parallel else hidden
         num_tokens = rows.shape[0]
@@ -138,7 +143,8 @@ class _VocabLogProbs(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _chunk_logits(rows[chunk], weight[: shard.size], temperature)
-            largest, log_total, target, mean_logit = _statistics(logits, targets[chunk], shard, with_entropy)
+            squares = None if sum_pi_squared is None else sum_pi_squared[chunk]
+            largest, log_total, target, mean_logit = _statistics(logits, targets[chunk], shard, with_entropy, squares)
             logsumexp[chunk] = largest + log_total
             log_probs[chunk] = target - log_total
             if entropy is not None:
@@ -181,16 +187,17 @@ class _VocabLogProbs(torch.autograd.Function):
             else:
                 grad_weight[: shard.size] += grad_logits.t() @ rows[chunk]
         grad_hidden = _hidden_gradient(grad_rows, positions, ctx.num_tokens, shard, ctx.sequence_parallel)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None, None
 
 
 def _statistics(
-    logits: Tensor, targets: Tensor, shard: _Shard, with_entropy: bool
+    logits: Tensor, targets: Tensor, shard: _Shard, with_entropy: bool, sum_pi_squared: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Largest logit m, and relative to it log-sum-exp, target logit and mean logit, each [C] over the vocabulary.
 
     Relative, because adding m and taking it away again would cost the log-prob its last digits. The mean logit (under
-    the softmax) is zero unless the entropy is wanted. Two collectives: the maximum, then the sums stacked.
+    the softmax) is zero unless the entropy is wanted. Two collectives: the maximum, then the sums stacked. The sums of
+    squared probabilities [C] are written into ``sum_pi_squared``.
     """
     if shard.size:
         largest = logits.amax(dim=-1)
@@ -198,16 +205,20 @@ def _statistics(
         largest = logits.new_full((logits.shape[0],), -torch.inf)
     shard.all_reduce(largest, dist.ReduceOp.MAX)
     index, here = shard.local(targets)
-    sums = logits.new_zeros(3, logits.shape[0])
+    sums = logits.new_zeros(4, logits.shape[0])
     if shard.size:
         logits = logits - largest[:, None]
         sums[0] = torch.where(here, logits.gather(1, index[:, None]).squeeze(1), 0.0)
         exponentials = logits.exp()
         sums[1] = exponentials.sum(dim=-1)
+        if sum_pi_squared is not None:
+            sums[3] = torch.linalg.vector_norm(exponentials, dim=-1).square()
         if with_entropy:
             sums[2] = exponentials.mul_(logits).sum(dim=-1)
     shard.all_reduce(sums)
-    target, total, weighted = sums
+    target, total, weighted, squares = sums
+    if sum_pi_squared is not None:
+        sum_pi_squared.copy_(squares / total.square())
     return largest, total.log(), target, weighted / total
 
 

@@ -33,7 +33,7 @@ def test_the_presets_of_the_readme_exist():
 
 ALGORITHMS = {
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-    "opo", "gmpo", "sapo", "clip_cov", "kl_cov",
+    "remax", "opo", "gmpo", "sapo", "clip_cov", "kl_cov",
 }  # fmt: skip
 
 

@@ -14,6 +14,9 @@ CRITIC = ["algorithm.advantage.kind=gae", "+critic.warmup_steps=0"]
 LINEAR = "actor.optimizer.schedule.kind=linear"
 WEIGHTS = "algorithm.correction.weights=token"
 REJECT = "algorithm.correction.reject=[{statistic: token_k3, upper: 1}]"
+OTB = "algorithm.advantage.kind=optimal_token_baseline"
+GDPO = "algorithm.advantage.kind=gdpo"
+FILTER = "algorithm.filter.max_rounds=3"
 GPG = "algorithm.policy_loss.kind=gpg"
 CURRENT = "algorithm.old_log_probs=current"
 NORM = "algorithm.policy_loss.aggregation=seq-mean-token-sum-norm"
@@ -114,11 +117,54 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("rollout.samples_per_prompt", ["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", *CRITIC])
     ],
     "estimator_gets_its_inputs": [
+        ("algorithm.old_log_probs", [OTB, CURRENT], [OTB]),
+        ("algorithm.old_log_probs", [OTB, "algorithm.old_log_probs=bypass"], [CURRENT]),
+    ],
+    "gdpo_reads_components": [
+        ("algorithm.kl.where", [GDPO, "algorithm.kl.where=reward"], [GDPO, "algorithm.kl.where=loss"]),
         (
-            "algorithm.advantage.kind",
-            ["algorithm.advantage.kind=remax"],
-            ["algorithm.advantage.kind=rloo"],
-        )
+            "algorithm.shaping.whiten",
+            [GDPO, "algorithm.shaping.whiten=true"],
+            [GDPO, "algorithm.shaping.weights={accuracy: 1}"],
+        ),
+        ("algorithm.shaping.length_factor", [GDPO, "algorithm.shaping.length_factor=0.1"], [GDPO]),
+        (
+            "algorithm.advantage.options",
+            [GDPO, "algorithm.advantage.options={weights: {a: 1}}", "algorithm.shaping.weights={accuracy: 1}"],
+            [GDPO, "algorithm.advantage.options={weights: {a: 1}}"],
+        ),
+    ],
+    "shaping_is_possible": [
+        (
+            "algorithm.shaping.clip_low",
+            ["algorithm.shaping.clip_low=1", "algorithm.shaping.clip_high=0"],
+            ["algorithm.shaping.clip_low=0", "algorithm.shaping.clip_high=0.5"],
+        ),
+        (
+            "algorithm.shaping.length_factor",
+            ["algorithm.shaping.length_factor=0.1", "rollout.samples_per_prompt=1", *CRITIC],
+            ["algorithm.shaping.length_factor=0.1", *CRITIC],
+        ),
+        (
+            "algorithm.shaping.whiten",
+            ["algorithm.shaping.whiten=true", "algorithm.advantage.kind=remax"],
+            ["algorithm.shaping.whiten=true"],
+        ),
+    ],
+    "filter_has_groups": [
+        ("algorithm.filter", [FILTER, "rollout.samples_per_prompt=1", *CRITIC], [FILTER, *CRITIC]),
+    ],
+    "components_are_returned": [
+        (
+            "algorithm.shaping.weights",
+            ["algorithm.shaping.weights={brevity: 1}"],
+            ["algorithm.shaping.weights={accuracy: 1, extracted: 0.1}"],
+        ),
+        (
+            "algorithm.filter.metric",
+            ["algorithm.filter.metric=brevity"],
+            ["algorithm.filter.metric=brevity", "reward.kind=function", "reward.path='a.py:score'"],
+        ),
     ],
     "critic_matches_estimator": [
         ("critic", ["algorithm.advantage.kind=gae"], CRITIC),
@@ -195,7 +241,6 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             [CURRENT, "algorithm.kl.where=reward"],
             [CURRENT, "algorithm.kl.where=loss"],
         ),
-        ("algorithm.old_log_probs", [CURRENT, "algorithm.advantage.kind=optimal_token_baseline"], [CURRENT]),
     ],
     "norm_needs_length": [
         ("algorithm.policy_loss.aggregation_length", [NORM], [NORM, "algorithm.policy_loss.aggregation_length=64"])
@@ -337,6 +382,7 @@ EFFECT_CASES = {
     "algorithm.kl.target": ("3", ["algorithm.kl.where=reward", "algorithm.kl.adaptive=true"]),
     "algorithm.kl.horizon": ("3", ["algorithm.kl.where=reward", "algorithm.kl.adaptive=true"]),
     "algorithm.policy_loss.aggregation_length": ("8", [NORM]),
+    "algorithm.shaping.overlong_factor": ("0.5", ["algorithm.shaping.overlong_share=0.2"]),
     "algorithm.correction.upper": ("3", [WEIGHTS]),
     "algorithm.correction.lower": ("0.5", [WEIGHTS]),
     "algorithm.correction.normalize": ("true", [WEIGHTS]),

@@ -49,6 +49,14 @@ def test_two_requests_with_one_id_are_refused():
         route([request(1)], 0, n=1, max_tokens=1)
 
 
+def test_a_greedy_request_has_one_sample():
+    parts = [[request(0), Request(1, [3], seed=0, is_greedy=True)]]
+    done = Completion([1], [-0.5], "stop", (WeightSpan(0, 0, 1),))
+    assert collect(parts, [[(0, [done, done]), (1, [done])]], n=2) == {0: [done, done], 1: [done]}
+    with pytest.raises(RolloutError, match="request 1 has 2 samples, expected 1"):
+        collect(parts, [[(0, [done, done]), (1, [done, done])]], n=2)
+
+
 def test_a_replica_that_answers_something_else_is_named():
     parts = [[request(0)], [request(1)]]
     done = Completion([1], [-0.5], "stop", (WeightSpan(0, 0, 1),))

@@ -57,6 +57,18 @@ def test_log_probs_entropy_and_gradients_equal_a_dense_softmax(temperature, chun
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_sums_of_squared_probabilities_equal_a_dense_softmax_and_change_nothing_else(chunk):
+    hidden, weight, positions, targets = make()
+    squares = torch.full((len(targets),), torch.nan)
+    options = {"vocab_size": V, "positions": positions, "temperature": 0.7, "chunk_tokens": chunk, "with_entropy": True}
+    with_squares = vocab_log_probs(hidden, weight, targets, **options, sum_pi_squared=squares)
+    p = (hidden.double()[positions] @ weight.double()[:V].t() / 0.7).softmax(-1)
+    torch.testing.assert_close(squares.double(), p.square().sum(-1), rtol=1e-5, atol=1e-6)
+    for a, b in zip(with_squares, vocab_log_probs(hidden, weight, targets, **options), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_log_prob_gradient_alone_equals_dense():
     hidden, weight, positions, targets = make()
     hidden.requires_grad_()
