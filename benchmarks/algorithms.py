@@ -2,7 +2,8 @@
 
 A pass reads a [B, T] float32 tensor and writes it to memory the process has not touched yet, as a function does that
 returns a new tensor: ``fresh.copy_(source)`` with ``fresh`` just mapped. The time of the same copy into memory already
-in use is printed beside it. Usage: python benchmarks/algorithms.py [--quick] [--threads N]
+in use is printed beside it. Functions of both take turns; passes are by the fastest call and by the median one.
+Usage: python benchmarks/algorithms.py [--quick] [--threads N] [--only "remax,loss gpg"]
 The last line is one JSON object; ``value`` is the worst ratio of a measured time to its target.
 """
 
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import importlib.util
 import json
 import mmap
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -28,10 +31,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megarl.algorithms.advantages import build_estimator
+from megarl.algorithms.advantages import ESTIMATORS, build_estimator
 from megarl.algorithms.aggregate import aggregate, count
 from megarl.algorithms.kl import kl_penalty
-from megarl.algorithms.policy_losses import PolicyInputs, build_policy_loss
+from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, build_policy_loss
 from megarl.algorithms.value_losses import value_loss
 
 SHAPES = ((1024, 2048), (8192, 512))
@@ -42,20 +45,41 @@ TARGET_PASSES = {
     "grpo": 2.0, "rloo": 2.0, "opo": 2.0, "gpg": 2.0, "grpo_passk": 2.0, "reinforce_plus_plus_baseline": 2.0,
     "gae": 8.0, "reinforce_plus_plus": 8.0, "loss ppo": 15.0,
 }  # fmt: skip
+WHO = ("megarl", "verl")
 OPTIONS: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.5}}
 
 
-def fastest(function: Callable[[], object], seconds: float) -> float:
-    """Shortest wall time of repeated calls, in seconds."""
-    function()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.perf_counter()
-        function()
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now > end:
-            return best
+class Times:
+    """Wall times of calls that take turns, so that a busy machine is busy for all of them."""
+
+    def __init__(self, functions: dict[str, Callable[[], object]]) -> None:
+        self._functions = functions
+        self.seconds: dict[str, list[float]] = {name: [] for name in functions}
+
+    def measure(self, seconds: float) -> None:
+        """Calls each once to warm up, then in turn for so long, and three times at least."""
+        for function in self._functions.values():
+            function()
+        end, rounds = time.perf_counter() + seconds, 0
+        while rounds < 3 or time.perf_counter() < end:
+            for name, function in self._functions.items():
+                start = time.perf_counter()
+                function()
+                self.seconds[name].append(time.perf_counter() - start)
+            rounds += 1
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc not to give freed memory back, as training processes do with a caching allocator.
+
+    Otherwise it depends on a heap's history whether a result lies in memory in use or in fresh pages, which cost more
+    than most functions here, ours and verl's.
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(trim_threshold, 1 << 30)
+        libc.mallopt(mmap_threshold, 1 << 25)
 
 
 def copy_to_fresh_memory(source: Tensor) -> Tensor:
@@ -84,10 +108,7 @@ def make_batch(rows: int, tokens: int) -> dict[str, Tensor]:
 
 def ours(b: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
     cases: dict[str, Callable[[], object]] = {}
-    for kind in (
-        "grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "gdpo", "gae",
-        "reinforce_plus_plus", "remax", "optimal_token_baseline",
-    ):  # fmt: skip
+    for kind in ESTIMATORS.names():
         estimate = build_estimator(kind, gamma=1.0, lam=0.95, norm_by_std=True, bootstrap_truncated=False)
         components = {"a": b["rewards"].sum(-1), "b": b["rewards"].sum(-1).neg()}
         cases[kind] = lambda estimate=estimate, components=components: estimate(
@@ -112,9 +133,7 @@ def ours(b: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
 
         return run
 
-    for kind in (
-        "ppo", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov",
-    ):  # fmt: skip
+    for kind in POLICY_LOSSES.names():
         cases[f"loss {kind}"] = loss_case(kind)
 
     def value() -> None:
@@ -171,7 +190,7 @@ def peers(b: dict[str, Tensor], core: types.ModuleType) -> dict[str, Callable[[]
 
     for kind in ("gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov"):
         cases[f"loss {kind}"] = loss_case(kind)
-    cases["loss ppo"] = loss_case("vanilla")
+    cases["loss ppo"] = cases["loss vanilla"] = loss_case("vanilla")
 
     def value() -> None:
         new.grad = None
@@ -266,10 +285,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a quarter of the time per case")
     parser.add_argument("--threads", type=int, help="threads of torch; default: its own choice")
+    parser.add_argument("--only", help="names of cases, comma-separated")
     arguments = parser.parse_args()
-    seconds = 0.1 if arguments.quick else 0.4
+    seconds = 0.3 if arguments.quick else 1.2
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
     try:
         core: types.ModuleType | None = load_verl()
     except (OSError, subprocess.SubprocessError, KeyError, ImportError) as error:
@@ -277,22 +298,10 @@ def main() -> None:
         core = None
     worst, slower, details = 0.0, [], {}
     for rows, tokens in SHAPES:
-        batch = make_batch(rows, tokens)
-        source = torch.randn(rows, tokens)
-        destination = torch.empty_like(source)
-        one_pass = fastest(lambda s=source: copy_to_fresh_memory(s), seconds)
-        warm = fastest(lambda d=destination, s=source: d.copy_(s), seconds)
-        print(f"\n{rows} x {tokens}: one pass {one_pass * 1e3:.3f} ms ({warm * 1e3:.3f} ms into memory in use)")
-        print(f"{'':32}{'megarl':>9}{'verl':>9}{'target':>9}")
-        theirs = {} if core is None else peers(batch, core)
-        for name, function in ours(batch).items():
-            mine = fastest(function, seconds) / one_pass
-            other = fastest(theirs[name], seconds) / one_pass if name in theirs else None
-            target = TARGET_PASSES.get(name)
-            print(f"{name:32}{mine:9.2f}{'' if other is None else f'{other:9.2f}':>9}{target or '':>9}")
-            details[f"{name} {rows}x{tokens}"] = [round(mine, 2), None if other is None else round(other, 2)]
-            worst = max(worst, mine / target if target else 0.0)
-            if other is not None and mine > other:
+        for name, best, median in measure_shape(rows, tokens, core, seconds, arguments.only):
+            details[f"{name} {rows}x{tokens}"] = {"fastest": best, "median": median}
+            worst = max(worst, best["megarl"] / TARGET_PASSES.get(name, float("inf")))
+            if best.get("verl", float("inf")) < best["megarl"]:
                 slower.append(f"{name} {rows}x{tokens}")
     result = {
         "name": "algorithms",
@@ -306,6 +315,36 @@ def main() -> None:
         "machine": f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads",
     }
     print(json.dumps(result))
+
+
+def measure_shape(
+    rows: int, tokens: int, core: types.ModuleType | None, seconds: float, only: str | None
+) -> list[tuple[str, dict[str, float], dict[str, float]]]:
+    """Name, fastest and median passes of megarl and verl for each case."""
+    batch, source = make_batch(rows, tokens), torch.randn(rows, tokens)
+    used = torch.empty_like(source)
+    passes = Times({"fresh": lambda: copy_to_fresh_memory(source), "in use": lambda: used.copy_(source)})
+    theirs = {} if core is None else peers(batch, core)
+    cases: list[tuple[str, Times]] = []
+    for name, function in ours(batch).items():
+        if only is None or name in only.split(","):
+            both = {"megarl": function} | ({"verl": theirs[name]} if name in theirs else {})
+            cases.append((name, Times(both)))
+            cases[-1][1].measure(seconds)
+            passes.measure(0.02)
+    best_pass, median_pass = (how(passes.seconds["fresh"]) for how in (min, statistics.median))
+    in_use = min(passes.seconds["in use"])
+    print(f"\n{rows} x {tokens}: one pass {best_pass * 1e3:.3f} ms, median {median_pass * 1e3:.3f} ms", end="")
+    print(f" ({in_use * 1e3:.3f} ms into memory in use)\n{'':30}{'fastest':>18}{'median':>18}")
+    print(f"{'':30}" + f"{'megarl':>9}{'verl':>9}" * 2 + f"{'target':>9}")
+    results = []
+    for name, times in cases:
+        best = {who: round(min(all_of) / best_pass, 2) for who, all_of in times.seconds.items()}
+        median = {who: round(statistics.median(all_of) / median_pass, 2) for who, all_of in times.seconds.items()}
+        columns = (f"{column[who]:9.2f}" if who in column else f"{'':9}" for column in (best, median) for who in WHO)
+        print(f"{name:30}{''.join(columns)}{TARGET_PASSES.get(name, ''):>9}")
+        results.append((name, best, median))
+    return results
 
 
 if __name__ == "__main__":

@@ -18,7 +18,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import LOG_RATIO_BOUND, Reduce, num_tokens, row_tokens, select, to_floats, widen
+from megarl.algorithms.masking import (
+    LOG_RATIO_BOUND,
+    Reduce,
+    bits_of,
+    keep_bits,
+    num_tokens,
+    row_tokens,
+    select,
+    spread_rows,
+    to_floats,
+    widen,
+)
 from megarl.algorithms.statistics import Deviation, EffectiveSampleSize, moments, spread
 from megarl.errors import ConfigError
 from megarl.observability.metrics import Last, Max, Mean, Metrics
@@ -153,11 +164,16 @@ def importance_weights(
     if level == "sequence":
         lr = lr.sum(-1, keepdim=True)
     raw = lr.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    bounded = raw.clamp(max=upper)
-    if lower is not None:
-        bounded = torch.where((raw < lower) | (raw > upper), 0.0, raw)
-    acts = (bounded != raw) & mask
-    return torch.where(mask, bounded, 0.0), acts.sum()
+    if lower is None:
+        bounded = raw.clamp(max=upper)
+    else:
+        low, high = torch.ge(raw, lower, out=torch.empty_like(raw)), torch.le(raw, upper, out=torch.empty_like(raw))
+        bounded = low.mul_(high).mul_(raw)
+    acts = torch.ne(bounded, raw, out=raw)
+    if level == "sequence":
+        return spread_rows(bounded[:, 0], mask), (acts[:, 0] * row_tokens(mask)).sum()
+    bits = bits_of(mask, raw.dtype)
+    return keep_bits(bits, bounded), keep_bits(bits, acts).sum()
 
 
 def reject(log_ratio: Tensor, mask: Tensor, rejections: Sequence[Rejection]) -> tuple[Tensor, Metrics]:
@@ -230,11 +246,8 @@ def gap_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mas
     train_ppl, rollout_ppl = -train.sum(-1) / length, -rollout.sum(-1) / length
     difference = train_ppl - rollout_ppl
     row_lr = lr.sum(-1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    over_tokens = {
-        "kl": -lr,
-        "k3_kl": torch.where(mask, bounded.exp() - bounded - 1, 0.0),
-        "chi2_token": torch.where(mask, (2 * bounded).exp() - 1, 0.0),
-    }
+    # All three are 0 where lr is, so off the mask too.
+    over_tokens = {"kl": -lr, "k3_kl": bounded.exp() - bounded - 1, "chi2_token": (2 * bounded).exp() - 1}
     over_rows = {
         "chi2_seq": (2 * row_lr).exp() - 1,
         "training_log_ppl": train_ppl,

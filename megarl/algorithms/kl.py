@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import LOG_RATIO_BOUND, attach, num_tokens, select, to_floats, widen
+from megarl.algorithms.masking import (
+    LOG_RATIO_BOUND,
+    attach,
+    bits_of,
+    blocks,
+    keep_bits,
+    num_tokens,
+    select,
+    to_floats,
+    widen,
+)
 from megarl.errors import CheckpointError, ConfigError
 from megarl.observability.metrics import Last, Mean, Metrics
 
@@ -34,29 +44,40 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, 
     if base not in ("k1", "abs", "k2", "k3"):
         raise ConfigError(f"unknown KL estimator {estimator!r}", fix="use k1, abs, k2 or k3, or one of them with a +")
     with torch.no_grad():
-        x = select(response_mask, widen(log_probs) - widen(ref_log_probs))
-        value, slope = _value_and_slope(x, base)
-        if estimator.endswith("+"):
-            slope = x
-        elif base == "k1":
-            slope = response_mask.to(x.dtype)
+        value = torch.empty(log_probs.shape, dtype=widen(log_probs[:0]).dtype, device=log_probs.device)
+        slope = torch.empty_like(value)
+        for rows in blocks(value.shape[0], value.shape[1], value.device):
+            bits = bits_of(response_mask[rows], value.dtype)
+            x = widen(log_probs[rows]) - widen(ref_log_probs[rows])
+            keep_bits(bits, x, out=x)
+            _value_and_slope(x, base, value[rows], slope[rows])
+            if estimator.endswith("+"):
+                slope[rows] = x
+            elif base == "k1":
+                slope[rows] = response_mask[rows]
     return attach(log_probs, value, slope)
 
 
-def _value_and_slope(x: Tensor, base: str) -> tuple[Tensor, Tensor]:
+def _value_and_slope(x: Tensor, base: str, value: Tensor, slope: Tensor) -> None:
+    """Writes the estimate and its derivative for x, which is 0 off the mask."""
     if base == "k1":
-        return x, x
-    if base == "abs":
-        return x.abs(), x.sign()
-    if base == "k2":
-        return x.square().mul_(0.5), x
-    negative = (-x).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = negative.exp()
-    free = ratio - negative - 1
-    value = free.clamp(-_K3_BOUND, _K3_BOUND)
-    # 1 - exp(-x), and 0 where either clamp acts.
-    acts = (value != free) | (negative != -x)
-    return value, torch.where(acts, 0.0, 1 - ratio)
+        value.copy_(x)
+    elif base == "abs":
+        torch.abs(x, out=value)
+        torch.sign(x, out=slope)
+    elif base == "k2":
+        torch.mul(x, x, out=value).mul_(0.5)
+        slope.copy_(x)
+    else:
+        free_negative = x.neg()
+        negative = free_negative.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        ratio = negative.exp()
+        free = (ratio - negative).sub_(1)
+        torch.clamp(free, -_K3_BOUND, _K3_BOUND, out=value)
+        # 1 - exp(-x), and 0 where either clamp acts.
+        inside = torch.eq(negative, free_negative, out=negative)
+        torch.eq(value, free, out=free)
+        torch.sub(1, ratio, out=slope).mul_(inside).mul_(free)
 
 
 def penalized_rewards(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megarl.algorithms.masking import num_tokens, row_tokens, select, to_floats
@@ -89,7 +88,7 @@ def moments(values: Tensor, mask: Tensor) -> Moments:
     valid = select(mask, values).double()
     count = num_tokens(mask) if mask.dim() > 1 else mask.sum()
     mean = valid.sum() / count.clamp(min=1)
-    squares = torch.where(mask, valid - mean, 0.0).square().sum()
+    squares = select(mask, valid - mean).square().sum()
     return Moments(*to_floats({"count": count, "mean": mean, "squares": squares}).values())
 
 

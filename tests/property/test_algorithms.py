@@ -171,23 +171,25 @@ def test_value_loss_and_kl_do_not_see_padding_or_cuts(seed: int, extra: int, cli
     b = batch(seed)
     wide = padded(b, extra)
 
-    def outcomes(x: Ragged, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def outcomes(x: Ragged, parts: list[Tensor]) -> tuple[Tensor, Tensor, Metrics]:
         leaf = x.log_probs.clone().requires_grad_()
-        denominators, total = count(x.mask), torch.zeros(())
+        denominators, total, seen = count(x.mask), torch.zeros(()), []
         for p in parts:
-            tokens = value_loss(leaf[p], x.old_values[p], x.returns[p], x.mask[p], clip=clip).loss
-            tokens = tokens + kl_penalty(leaf[p], x.ref[p], x.mask[p], "k3+")
+            result = value_loss(leaf[p], x.old_values[p], x.returns[p], x.mask[p], clip=clip)
+            seen.append(result.metrics)
+            tokens = result.loss + kl_penalty(leaf[p], x.ref[p], x.mask[p], "k3+")
             share = aggregate(tokens, x.mask[p], "seq-mean-token-mean", denominators=denominators)
             share.backward()
             total = total + share.detach()
         assert leaf.grad is not None
-        return total, leaf.grad
+        return total, leaf.grad, merge(seen)
 
     rows = [torch.arange(len(b.mask))]
-    total, gradient = outcomes(b, rows)
+    total, gradient, metrics = outcomes(b, rows)
     for other, width in ((outcomes(wide, rows), b.mask.shape[1]), (outcomes(b, cut(len(b.mask), seed)), None)):
         close(other[0], total)
         close(other[1][:, :width], gradient)
+        same(other[2], metrics)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

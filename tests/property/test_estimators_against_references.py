@@ -73,7 +73,7 @@ def expected(kind: str, norm: bool, b: Ragged, kept: ref.Array, counted: ref.Arr
     if kind == "rloo":
         return spread(per_row(lambda x, of, *_: (x - of.mean()) * len(of) / (len(of) - 1), s))
     if kind == "opo":
-        return spread(per_row(lambda x, of, n, *_: x - (n * of).sum() / n.sum(), s))
+        return spread(per_row(lambda x, of, n, *_: x - (n * of).sum() / max(1, n.sum()), s))
     if kind == "gpg":
         alpha = counted.sum() / max(1, (counted & (s != 0)).sum())
         return spread(per_row(lambda x, of, *_: alpha * (x - of.mean()), s))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages.base import Advantages, TokenInputs
 from megarl.algorithms.advantages.scan import Packing, ReverseSum
-from megarl.algorithms.masking import bits_of, blocks, keep_bits, select, widen
+from megarl.algorithms.masking import bits_of, blocks, keep_bits, row_tokens, select, widen
 from megarl.algorithms.whitening import whiten_
 
 
@@ -73,7 +73,7 @@ def remax(inputs: TokenInputs) -> Advantages:
     baseline = inputs.greedy_scores.to(rewards.dtype)[:, None]
     for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         bits = bits_of(inputs.response_mask[rows], rewards.dtype)
-        to_go = _sum_to_end(keep_bits(bits, rewards[rows]))
+        to_go = _sum_to_end(keep_bits(bits, rewards[rows]), inputs.response_mask[rows])
         if inputs.kept is not inputs.response_mask:
             bits = bits_of(inputs.kept[rows], rewards.dtype)
         keep_bits(bits, to_go, out=returns[rows])
@@ -89,7 +89,8 @@ def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
         # A gap then changes nothing: what stands in it is a reward of 0.
         for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
             bits = bits_of(inputs.response_mask[rows], rewards.dtype)
-            keep_bits(bits, _sum_to_end(keep_bits(bits, rewards[rows])), out=returns[rows])
+            to_go = _sum_to_end(keep_bits(bits, rewards[rows]), inputs.response_mask[rows])
+            keep_bits(bits, to_go, out=returns[rows])
         return returns
     packing = Packing.of(inputs.response_mask)
     reverse_sum = ReverseSum(rewards.shape[1], gamma, rewards)
@@ -100,6 +101,15 @@ def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
     return returns
 
 
-def _sum_to_end(values: Tensor) -> Tensor:
-    """Sum of each place and all that follow it along the last axis; torch accumulates in float64 on CPU."""
+def _sum_to_end(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of each place and all that follow it along the last axis, torch accumulating in float64 on CPU.
+
+    Shapes: values [b, T], 0 off the mask [b, T]. Returns [b, T]; or [b, 1], right on the mask, where no row has a value
+    but on its last token: so it is with outcome rewards, and then no sum has to run along the row.
+    """
+    last = (row_tokens(mask) - 1).clamp(min=0)[:, None]
+    if values.shape[1]:
+        total = values.gather(-1, last)
+        if torch.equal(total.abs(), torch.linalg.vector_norm(values, ord=1, dim=-1, keepdim=True)):
+            return total
     return values.flip(-1).cumsum_(-1).flip(-1)

@@ -84,9 +84,9 @@ class Block:
         self.slope = slope
         self._bits = bits_of(self.mask, loss.dtype)
 
-    def select(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Values on the mask, 0 elsewhere."""
-        return keep_bits(self._bits, widen(values))
+        return keep_bits(self._bits, widen(values), out=out)
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -141,8 +141,7 @@ class Block:
     def row_weight(self) -> Tensor:
         """Geometric mean of a row's importance weights [b, 1]; 0 if one of them is 0."""
         assert self.inputs.importance_weights is not None
-        weights = torch.where(self.mask, widen(self.inputs.importance_weights), 1.0)
-        return self.row_mean(weights.log()).exp()
+        return self.row_mean(self.select(widen(self.inputs.importance_weights).log())).exp()
 
     @cached_property
     def tokens_of_row(self) -> Tensor:

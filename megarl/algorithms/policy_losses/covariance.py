@@ -12,7 +12,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import LOG_RATIO_BOUND, Reduce, blocks, count_below, num_tokens, select, widen
+from megarl.algorithms.masking import (
+    LOG_RATIO_BOUND,
+    Reduce,
+    bits_of,
+    blocks,
+    count_below,
+    keep_bits,
+    num_tokens,
+    select,
+    widen,
+)
 from megarl.algorithms.policy_losses.base import Block, PolicyInputs, Terms
 
 _KEY_BITS = 63
@@ -52,9 +62,10 @@ def clip_cov_first_pass(
     mask = inputs.response_mask
     covariance = _Covariance(inputs, reduce)
     found = []
-    for rows, terms in covariance.blocks(0.0):
-        within = mask[rows] & (terms > clip_cov_lb) & (terms < clip_cov_ub)
-        found.append(_places(within, rows))
+    for rows, terms in covariance.blocks():
+        within = (terms > clip_cov_lb) & (terms < clip_cov_ub) & mask[rows]
+        row, position = within.nonzero(as_tuple=True)
+        found.append((row + rows.start, position))
     row, position = _joined(found)
     log_ratio = widen(inputs.log_probs[row, position]) - widen(inputs.old_log_probs[row, position])
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -90,8 +101,8 @@ def kl_cov_first_pass(
     # The k largest of all ranks are among the k largest of each; ties with the local k-th stay in, so that none is
     # favoured.
     found = _Largest(k)
-    for rows, terms in covariance.blocks(-torch.inf):
-        found.add(terms, rows)
+    for rows, terms in covariance.blocks():
+        found.add(terms, inputs.response_mask[rows], rows.start)
     row, position, values = found.result()
     tie_breaker = _token_hash(row_id[row], position, seed) >> 32
     keys = (_descending_bits(values) << 31) | tie_breaker
@@ -117,13 +128,14 @@ class _Covariance:
         self.num_tokens = int(total)
         self._advantage, self._log_prob = advantage_sum / max(total, 1.0), log_prob_sum / max(total, 1.0)
 
-    def blocks(self, off_mask: float) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their terms [b, T], with ``off_mask`` where the mask is false."""
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows and their terms [b, T], 0 off the mask."""
         mask = self._inputs.response_mask
         for rows in blocks(mask.shape[0], mask.shape[1], mask.device):
             terms = widen(self._inputs.advantages[rows]) - self._advantage
             terms.mul_(widen(self._inputs.log_probs.detach()[rows]) - self._log_prob)
-            yield rows, terms.float().masked_fill_(~mask[rows], off_mask)
+            bits = bits_of(mask[rows], terms.dtype)
+            yield rows, keep_bits(bits, terms, out=terms).float()
 
 
 class _Largest:
@@ -135,34 +147,27 @@ class _Largest:
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
         self._size = 0
 
-    def add(self, values: Tensor, rows: slice) -> None:
-        """Takes values [b, T] of the given rows; those of -inf are none."""
-        row, position = (values >= self._least).nonzero(as_tuple=True)
-        self._found.append((row + rows.start, position, values[row, position]))
+    def add(self, values: Tensor, mask: Tensor, start: int) -> None:
+        """Takes the values [b, T] under the mask; ``start`` is the number of the first row. Off the mask they are 0."""
+        # Most rows have none that is large enough, and to look at a row's largest costs a tenth of looking for places.
+        rows = (values.amax(-1) >= self._least).nonzero()[:, 0] if values.shape[1] else values.new_zeros(0).long()
+        if len(rows) < len(values):
+            values, mask = values[rows], mask[rows]
+        row, position = ((values >= self._least) & mask).nonzero(as_tuple=True)
+        self._found.append((rows[row] + start, position, values[row, position]))
         self._size += len(row)
         if self._size > 4 * self._k:
-            self._found = [self._best()]
+            self._found = [self.result()]
             self._size = len(self._found[0][0])
             self._least = float(self._found[0][2].min())
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row, position and value of each: [N]."""
-        row, position, values = self._best()
-        present = values > -torch.inf
-        return row[present], position[present], values[present]
-
-    def _best(self) -> tuple[Tensor, Tensor, Tensor]:
         row, position, values = (torch.cat(parts) for parts in zip(*self._found, strict=True))
         if len(values) > self._k:
             best = values >= values.topk(self._k).values[-1]
             row, position, values = row[best], position[best], values[best]
         return row, position, values
-
-
-def _places(found: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Row in the batch and position of each true place of a block of rows."""
-    row, position = found.nonzero(as_tuple=True)
-    return row + rows.start, position
 
 
 def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,10 @@ def dppo_tv(block: Block, *, clip_low: float, clip_high: float, ratio_cap: float
     -A sg(min(rho, ratio_cap)) lp; no loss where A > 0 and p - q > clip_high, or A <= 0 and p - q < -clip_low, with
     p = exp(lp), q = exp(old). clip_low and clip_high bound a divergence here, not a ratio.
     """
-    change = block.log_probs.exp() - block.old_log_probs.exp()
-    return _dppo(block, change <= clip_high, change >= -clip_low, ratio_cap)
+    change = block.log_probs.exp().sub_(block.old_log_probs.exp())
+    up = torch.gt(change, clip_high, out=torch.empty_like(change))
+    down = torch.lt(change, -clip_low, out=torch.empty_like(change))
+    return _dppo(block, up, down, ratio_cap)
 
 
 def dppo_kl(block: Block, *, clip_low: float, clip_high: float, ratio_cap: float = 20.0) -> Terms:
@@ -76,16 +78,24 @@ def dppo_kl(block: Block, *, clip_low: float, clip_high: float, ratio_cap: float
     No loss where the divergence exceeds its bound in the direction the advantage pushes to. 1e-8 is added to 1 - q and
     1 - p.
     """
-    p = block.log_probs.exp().clamp(max=1)
-    q = block.old_log_probs.exp().clamp(max=1)
-    divergence = -q * block.free_log_ratio + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
-    return _dppo(block, (divergence <= clip_high) | (p <= q), (divergence <= clip_low) | (p >= q), ratio_cap)
+    p = block.log_probs.exp().clamp_(max=1)
+    q = block.old_log_probs.exp().clamp_(max=1)
+    up = torch.gt(p, q, out=torch.empty_like(p))
+    down = torch.lt(p, q, out=torch.empty_like(p))
+    p.neg_().add_(1)
+    others = 1 - q
+    divergence = ((others + 1e-8) / p.add_(1e-8)).log_().mul_(others).addcmul_(q, block.free_log_ratio, value=-1)
+    up.mul_(torch.gt(divergence, clip_high, out=torch.empty_like(p)))
+    down.mul_(torch.gt(divergence, clip_low, out=torch.empty_like(p)))
+    return _dppo(block, up, down, ratio_cap)
 
 
-def _dppo(block: Block, keep_positive: Tensor, keep_negative: Tensor, ratio_cap: float) -> Terms:
-    keep = ((block.advantages > 0) & keep_positive) | ((block.advantages <= 0) & keep_negative)
-    kept = keep.to(block.ratio.dtype)
-    slope = block.ratio.clamp(max=ratio_cap).mul_(block.advantages).mul_(kept).neg_()
+def _dppo(block: Block, too_high: Tensor, too_low: Tensor, ratio_cap: float) -> Terms:
+    """``too_high`` and ``too_low`` are 1 where the probability has risen or fallen beyond its bound, else 0."""
+    rises = torch.gt(block.advantages, 0, out=torch.empty_like(too_high))
+    kept = 1 - torch.lerp(too_low, too_high, rises)
+    slope = block.ratio.clamp(max=ratio_cap).mul_(block.advantages).mul_(kept)
+    slope = torch.neg(slope, out=block.slope)
     capped = torch.gt(block.ratio, ratio_cap, out=torch.empty_like(kept)).mul_(kept)
     # Off the mask both probabilities are 1 and every token is kept.
     sums = {"pg_clipfrac": kept.numel() - kept.sum(), "pg_clipfrac_lower": capped.sum()}

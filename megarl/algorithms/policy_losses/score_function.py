@@ -13,8 +13,8 @@ from megarl.errors import ConfigError
 
 def gpg(block: Block) -> Terms:
     """Group policy gradient (arXiv:2504.02546): -A lp."""
-    slope = torch.neg(block.advantages, out=block.slope)
-    return Terms(torch.mul(slope, block.log_probs, out=block.loss), slope, {})
+    slope = block.select(block.inputs.advantages, out=block.slope).neg_()
+    return Terms(block.select(block.inputs.log_probs, out=block.loss).mul_(slope), slope, {})
 
 
 def reinforce(

@@ -43,7 +43,7 @@ def geo_mean(block: Block, *, clip_low: float, clip_high: float) -> Terms:
     bounded = torch.minimum(pushed, limited).mul_(sign)
     ratio = block.row_mean(bounded).exp()
     row_loss = -block.row_mean(advantages) * ratio
-    loss = torch.where(block.mask, row_loss, 0.0)
+    loss = block.select(row_loss.expand_as(d).contiguous())
     active = torch.eq(bounded, d, out=torch.empty_like(d)).mul_(block.inside).mul_(sign.abs())
     clipped = torch.lt(limited, pushed, out=torch.empty_like(d))
     high = torch.gt(advantages, 0, out=torch.empty_like(d)).mul_(clipped).sum()
