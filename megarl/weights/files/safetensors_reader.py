@@ -8,8 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,15 +16,12 @@ import torch
 from torch import Tensor
 
 from megarl.errors import ModelError
-from megarl.models.registry import family_named
-from megarl.models.rules import flags
 from megarl.models.spec import ModelSpec
-from megarl.weights.files.safetensors_format import INDEX_NAME, SINGLE_NAME, StoredTensor, read_header
+from megarl.weights.files.safetensors_format import StoredTensor, stored
+from megarl.weights.files.safetensors_header import directory_arrays, listing, unused_tensors
 from megarl.weights.layout import canonical_shapes
 from megarl.weights.pieces import fill
 from megarl.weights.region import Box, Region
-
-_SHOWN = 20
 
 
 class SafetensorsReader:
@@ -41,13 +36,8 @@ class SafetensorsReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.tensors: dict[str, StoredTensor] = {}
         self._maps: dict[Path, np.ndarray] = {}
-        index = self.directory / INDEX_NAME
-        if index.exists():
-            self._open_shards(index)
-        else:
-            self.tensors = read_header(self._single_file())
+        self.tensors = stored(directory_arrays(self.directory))
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -81,46 +71,6 @@ class SafetensorsReader:
             raise ModelError(f"tensor {name} is absent from the checkpoint", where=str(self.directory))
         return self.tensors[name]
 
-    def _single_file(self) -> Path:
-        path = self.directory / SINGLE_NAME
-        if path.exists():
-            return path
-        found = sorted(entry.name for entry in self.directory.glob("*.safetensors"))
-        if found:
-            raise ModelError(
-                f"{len(found)} safetensors files ({found[0]}, ...) but neither {SINGLE_NAME} nor {INDEX_NAME}",
-                where=str(self.directory),
-                fix="fetch the index file too",
-            )
-        pickled = sorted(entry.name for entry in self.directory.glob("pytorch_model*.bin"))
-        raise ModelError(
-            "no safetensors weights" + (f", only {pickled[0]}, which would execute code when read" if pickled else ""),
-            where=str(self.directory),
-            fix="save the model with safe_serialization=True" if pickled else "give a directory with model.safetensors",
-        )
-
-    def _open_shards(self, index: Path) -> None:
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = sorted(set(weight_map.values()))
-        except OSError as error:
-            raise ModelError(f"cannot read the weights' index: {error.strerror}", where=str(index)) from error
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"broken index of weights ({error!r})", where=str(index)) from error
-        missing = [shard for shard in shards if not (self.directory / shard).exists()]
-        if missing:
-            raise ModelError(f"missing weight files: {', '.join(missing)}", where=str(index), fix="fetch them again")
-        for shard in shards:
-            for name, stored in read_header(self.directory / shard).items():
-                if name in self.tensors:
-                    raise ModelError(
-                        f"tensor {name} is in {self.tensors[name].path.name} and in {shard}", where=str(self.directory)
-                    )
-                self.tensors[name] = stored
-        absent = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in self.tensors]
-        if absent:
-            raise ModelError(f"the index names tensors their files have not: {_listing(absent)}", where=str(index))
-
 
 def check_model(
     reader: SafetensorsReader, spec: ModelSpec, *, value_head: bool = False, new_value_head: bool = False
@@ -148,12 +98,12 @@ def check_model(
             problems.append(f"{name} has shape {list(stored.shape)}, expected {list(shape)} ({stored.path.name})")
         elif not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
             problems.append(f"{name} has dtype {stored.dtype}, which is no plain floating type ({stored.path.name})")
-    dropped, unknown = _split_unused(
+    dropped, unknown = unused_tensors(
         [name for name in reader.tensors if name not in expected], spec, value_head=value_head
     )
     problems += [f"{name} belongs to no weight of the model ({reader.tensors[name].path.name})" for name in unknown]
     if problems:
-        raise ModelError(f"checkpoint and configuration disagree: {_listing(problems)}", where=str(reader.directory))
+        raise ModelError(f"checkpoint and configuration disagree: {listing(problems)}", where=str(reader.directory))
     return dropped
 
 
@@ -186,30 +136,3 @@ def load_into(
         return reader.read(region.tensor, region.box)
 
     fill(regions, params, source)
-
-
-def _split_unused(names: Sequence[str], spec: ModelSpec, *, value_head: bool) -> tuple[dict[str, str], list[str]]:
-    """Names the model does not use: those declared droppable with the reason, and the others."""
-    present = flags(spec, value_head=value_head, pipelined=False)
-    rules = [rule for rule in family_named(spec.family).dropped if present.issuperset(rule.when)]
-    dropped: dict[str, str] = {}
-    unknown: list[str] = []
-    for name in names:
-        reason = next(
-            (
-                rule.reason
-                for rule in rules
-                if re.fullmatch(rule.name.replace("{num_layers}", str(spec.num_layers)), name)
-            ),
-            None,
-        )
-        if reason is None:
-            unknown.append(name)
-        else:
-            dropped[name] = reason
-    return dropped, unknown
-
-
-def _listing(items: Sequence[str]) -> str:
-    shown = "; ".join(items[:_SHOWN])
-    return shown if len(items) <= _SHOWN else f"{shown}; and {len(items) - _SHOWN} more"

@@ -32,21 +32,8 @@ from megarl.weights.files.safetensors_format import (
     build_header,
     read_header,
 )
+from megarl.weights.files.safetensors_header import COMPANION_FILES
 from megarl.weights.region import Box, Shape, volume
-
-COMPANION_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-"""What a model's directory needs beside weights; copied where the source has it."""
 
 TensorTable = Mapping[str, tuple[torch.dtype, Shape]]
 

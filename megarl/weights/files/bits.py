@@ -1,0 +1,139 @@
+"""Elements as bits: dtype conversion, block-scaled fp8 and checksums with numpy alone. Loads no torch.
+
+Invariants:
+1. ``checksum_bits`` equals ``weights.checksum.checksum`` of the same elements, so that a file, a trainer and an engine
+   can be compared.
+2. Conversions round to nearest, ties to even, as torch does; the same dtype passes through untouched.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from megarl.errors import CheckpointError
+from megarl.weights.files.arrays import Bits, bits_of
+from megarl.weights.region import Box
+
+_MODULUS = 1 << 64
+_ROW_SEED, _WORD_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344
+_WORD_BYTES = 8
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+CONVERTIBLE = (*_FLOATS, "BF16")
+"""Floating dtypes that convert into each other."""
+FP8_BLOCK = 128
+"""Rows and columns that share a scale in block-quantised fp8 checkpoints."""
+
+Words: TypeAlias = np.ndarray[Any, Any]
+
+
+def checksum_bits(piece: Bits, box: Box) -> int:
+    """Share of a tensor's checksum that one box of it contributes, in ``[0, 2^64)``.
+
+    Args:
+        piece: the elements' bits, shaped like the box.
+        box: where they lie in the canonical tensor.
+    """
+    if piece.size == 0:
+        return 0
+    start, stop = box[-1] if box else (0, 1)
+    lanes = _WORD_BYTES // piece.itemsize
+    words = _range_keys(start // lanes, -(-stop // lanes), _WORD_SEED)
+    flat = piece.reshape(-1, stop - start)
+    lead = start % lanes
+    if lead or stop % lanes or not flat.flags.c_contiguous or flat.ctypes.data % _WORD_BYTES:
+        padded = np.zeros((len(flat), len(words) * lanes), piece.dtype)
+        padded[:, lead : lead + flat.shape[1]] = flat
+        flat = padded
+    per_row = np.einsum("rw,w->r", flat.view(np.uint64), words)
+    return int(np.dot(per_row, _row_keys(box[:-1])))
+
+
+def converter(source: str, target: str) -> Any:
+    """A function from bits of one dtype to bits of another, None for the same dtype.
+
+    Raises:
+        CheckpointError: a dtype that does not convert.
+    """
+    if source == target:
+        return None
+    if source not in CONVERTIBLE or target not in CONVERTIBLE:
+        raise CheckpointError(f"{source} does not convert to {target}", fix="keep the dtype (--dtype keep)")
+    return lambda bits: from_float(to_float(bits, source), target)
+
+
+def to_float(bits: Bits, dtype: str) -> np.ndarray[Any, Any]:
+    """Numbers of a floating dtype, float32 or wider, exactly."""
+    if dtype == "BF16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F8_E4M3":
+        return _e4m3_values()[bits]
+    values = bits.view(_FLOATS[dtype])
+    return values.astype(np.float32) if dtype == "F16" else values
+
+
+def from_float(values: np.ndarray[Any, Any], dtype: str) -> Bits:
+    """Bits of numbers in a floating dtype, rounded to nearest even."""
+    if dtype != "BF16":
+        with np.errstate(over="ignore"):
+            converted: Bits = np.ascontiguousarray(values.astype(_FLOATS[dtype], copy=False)).view(bits_of(dtype))
+        return converted
+    with np.errstate(over="ignore"):
+        wide = np.ascontiguousarray(values.astype(np.float32, copy=False)).view(np.uint32)
+    # Adding half of the last kept bit's weight, or a little less where that bit is even, rounds to nearest even.
+    rounded = ((wide + (0x7FFF + ((wide >> 16) & 1))) >> 16).astype(np.uint16)
+    not_numbers = (wide & 0x7FFFFFFF) > 0x7F800000
+    if not_numbers.any():
+        rounded[not_numbers] = 0x7FC0
+    return rounded
+
+
+def scale_blocks(values: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
+    """Block-quantised values times the scale of their 128 x 128 block.
+
+    Args:
+        values: float32, shaped like the box.
+        scales: float32 [ceil(rows / 128), ceil(columns / 128)] of the whole matrix.
+        box: rows and columns that ``values`` are.
+    """
+    rows, columns = (np.arange(start, stop) // FP8_BLOCK for start, stop in box)
+    scaled: np.ndarray[Any, Any] = values * scales[rows[:, None], columns[None]]
+    return scaled
+
+
+@lru_cache(maxsize=1)
+def _e4m3_values() -> np.ndarray[Any, Any]:
+    """The number of each of the 256 bit patterns of float8_e4m3fn (OCP 8-bit floating point, revision 1.0)."""
+    bits = np.arange(256)
+    sign, exponent, mantissa = np.where(bits >> 7, -1.0, 1.0), (bits >> 3) & 15, bits & 7
+    values = sign * np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    values[(bits & 127) == 127] = np.nan
+    return values.astype(np.float32)
+
+
+def _row_keys(bounds: Box) -> Words:
+    """Factor of each row, from its indices along all dims but the last."""
+    if len(bounds) == 1:
+        return _range_keys(*bounds[0], _ROW_SEED)
+    index = np.zeros(1, np.uint64)
+    for start, stop in bounds:
+        along = np.arange(start, stop, dtype=np.uint64)
+        index = (index[:, None] * np.uint64(0x100000001) + along).reshape(-1)
+    return _keys(index, _ROW_SEED)
+
+
+@lru_cache(maxsize=64)
+def _range_keys(start: int, stop: int, seed: int) -> Words:
+    return _keys(np.arange(start, stop, dtype=np.uint64), seed)
+
+
+def _keys(index: Words, seed: int) -> Words:
+    """Odd pseudo-random number of each index (splitmix64)."""
+    with np.errstate(over="ignore"):
+        x = index * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return x | np.uint64(1)

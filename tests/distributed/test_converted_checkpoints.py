@@ -1,0 +1,190 @@
+"""What the converter writes loads in real Megatron-Core at any layout, and what trainers save converts back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from torch import Tensor
+
+from megarl.models.registry import load_spec
+from megarl.models.spec import ModelSpec
+from megarl.models.tiny import tiny_config, write_tiny
+from megarl.parallel.grid import ParallelLayout
+from megarl.weights.conversion.dist_target import dist_target
+from megarl.weights.conversion.session import Settings, convert
+from megarl.weights.conversion.sources import open_source
+from megarl.weights.conversion.targets import hf_target
+from megarl.weights.files.safetensors_reader import SafetensorsReader
+from megarl.weights.files.safetensors_writer import table_of, write_hf
+from megarl.weights.layout import canonical_shapes
+from megarl.weights.pieces import assemble
+from tests.distributed.engines import make_engine, owned_weights, policy_update, recorded_batch, replica
+from tests.distributed.models import build
+from tests.distributed.ranks import Rank, RankPool
+
+FAST = Settings(workers=2, durable=False)
+LAYOUTS = {
+    "one": ParallelLayout(),
+    "tp2": ParallelLayout(tp=2, dp=2),
+    "tp2-pp2": ParallelLayout(tp=2, pp=2),
+    "pp2-uneven": ParallelLayout(pp=2, first_stage_layers=1),
+}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+}
+
+
+def model_dir(directory: Path, family: str, **options: Any) -> tuple[Path, dict[str, Tensor]]:
+    """A tiny model with random weights: hidden 64, ffn 96, 4 heads, 2 key-value heads, 4 layers, vocabulary 261."""
+    settings = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
+    config = tiny_config(family, **(settings | FAMILIES[family] | options))
+    write_tiny(directory, config)
+    shapes = canonical_shapes(load_spec(directory))
+    generator = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    write_hf(directory / "weights", weights.items(), table_of(shapes, torch.float32), copy_from=directory)
+    return directory / "weights", weights
+
+
+def to_dist(source: Any, target: Path, layout: ParallelLayout) -> dict[str, Any]:
+    return convert(
+        source,
+        target,
+        lambda place: dist_target(
+            place,
+            source.spec,
+            layout,
+            source.dtypes,
+            value_head=source.value_head,
+            naming="local",
+            slots=source.slots,
+            kept=source.kept,
+        ),
+        {},
+        FAST,
+    )
+
+
+def to_hf(source: Any, target: Path) -> dict[str, Any]:
+    return convert(
+        source,
+        target,
+        lambda place: hf_target(place, source.spec, source.dtypes, value_head=source.value_head),
+        {},
+        FAST,
+    )
+
+
+def load_in_megatron(rank: Rank, layout: ParallelLayout, directory: Path, spec: ModelSpec) -> Any:
+    """What a real model holds after Megatron-Core has loaded the checkpoint; nothing in it is left over."""
+    groups = rank.start(layout)
+    chunk = build(spec, groups, seed=77)
+    metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": False}
+    state = {"model": chunk.sharded_state_dict(metadata=metadata)}
+    loaded = dist_checkpointing.load(state, str(directory), strict="raise_unexpected")
+    chunk.load_state_dict(loaded["model"])
+    from megarl.weights.layout import megatron_regions
+    from megarl.weights.pieces import pieces
+
+    regions = megatron_regions(spec, layout, groups.coordinate)
+    return [(region, piece.clone()) for region, piece in pieces(regions, dict(chunk.named_parameters()))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_megatron_loads_what_was_converted_at_any_layout(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    directory, weights = model_dir(tmp_path / "model", family)
+    source = open_source(directory)
+    to_dist(source, tmp_path / "dist", ParallelLayout(tp=2, pp=2))
+    for layout in LAYOUTS.values():
+        results = ranks(layout.world_size).run(load_in_megatron, layout, tmp_path / "dist", source.spec)
+        held = assemble(piece for pieces in results for piece in pieces)
+        assert held.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(held[name], tensor), (layout, name)
+
+
+def train_and_save(rank: Rank, layout: ParallelLayout, directory: Path, spec: ModelSpec, options: Any) -> Any:
+    groups = rank.start(layout)
+    engine = make_engine(spec, groups, **options)
+    batch, minibatches = replica(recorded_batch(spec.vocab_size), groups)
+    update = policy_update()
+    engine.update_policy(batch, update, minibatches)
+    engine.save(directory, {"step": 1})
+    return owned_weights(engine)
+
+
+def load_and_update(rank: Rank, layout: ParallelLayout, directory: Path, spec: ModelSpec, options: Any) -> Any:
+    groups = rank.start(layout)
+    engine = make_engine(spec, groups, seed=99, **options)
+    counters = engine.load(directory)
+    loaded = owned_weights(engine)
+    batch, minibatches = replica(recorded_batch(spec.vocab_size), groups)
+    engine.update_policy(batch, policy_update(), minibatches)
+    return counters, loaded, owned_weights(engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen2", {}), ("llama", {"dtype": "bfloat16"}), ("llama", {"distributed": False})],
+    ids=["tied", "untied-bf16", "plain-optimizer"],
+)
+def test_a_trained_state_moves_to_another_layout_with_its_optimizer(
+    ranks: RankPool, tmp_path: Path, family: str, options: Any
+) -> None:
+    directory, _ = model_dir(tmp_path / "model", family)
+    spec = load_spec(directory)
+    saved = ranks(4).run(train_and_save, ParallelLayout(tp=2, pp=2), tmp_path / "saved", spec, options)
+    trained = assemble(piece for pieces in saved for piece in pieces)
+
+    exported = to_hf(open_source(tmp_path / "saved", config=directory), tmp_path / "hf")
+    with SafetensorsReader(tmp_path / "hf") as reader:
+        for name, tensor in trained.items():
+            assert torch.equal(reader.read(name), tensor), name
+    assert {entry["reason"] for entry in exported["dropped"]} >= {"padding", "optimizer state, not asked for"}
+
+    source = open_source(tmp_path / "saved", config=directory, optimizer=True)
+    to_dist(source, tmp_path / "moved", ParallelLayout(dp=2))
+    layout = ParallelLayout(dp=2)
+    (moved, *_), (direct, *_) = (
+        ranks(2).run(load_and_update, layout, tmp_path / name, spec, options) for name in ("moved", "saved")
+    )
+    assert moved[0] == direct[0] == {"step": 1}
+    for (region, mine), (_, theirs) in zip(moved[1] + moved[2], direct[1] + direct[2], strict=True):
+        # Same layout, same state: the update after it is the same bit for bit.
+        assert torch.equal(mine, theirs), region.tensor
+
+
+def test_replicas_that_drifted_apart_are_found(tmp_path: Path) -> None:
+    from megarl.weights.conversion.targets import legacy_target
+    from megarl.weights.files.legacy import read_legacy
+
+    directory, _ = model_dir(tmp_path / "model", "qwen2")
+    source = open_source(directory)
+    convert(
+        source,
+        tmp_path / "legacy",
+        lambda place: legacy_target(
+            place, source.spec, ParallelLayout(tp=2), source.dtypes, value_head=False, naming="te"
+        ),
+        {},
+        FAST,
+    )
+    shard = read_legacy(tmp_path / "legacy/release")[1, 0, 0]
+    array = shard.arrays["decoder.final_layernorm.weight"]
+    held = np.memmap(array.path, np.float32, "r+", array.begin, (3,))
+    held[1] += 1
+    held.flush()
+    with pytest.raises(Exception, match=r"replicas of model.norm.weight differ"):
+        to_hf(open_source(tmp_path / "legacy"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    assert json.loads((tmp_path / "legacy/hf/config.json").read_text())["model_type"] == "qwen2"
+    assert replace(open_source(tmp_path / "legacy").layout, vocab_rows_multiple=64) == ParallelLayout(tp=2)

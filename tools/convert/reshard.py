@@ -1,0 +1,41 @@
+"""A checkpoint in another layout, naming or format, with its optimizer state where the formats have one.
+
+    python tools/convert/reshard.py CHECKPOINT TARGET --tp 4 --pp 2                    torch_dist, cut for TP4 x PP2
+    python tools/convert/reshard.py CHECKPOINT TARGET --format legacy --tp 2           mp_rank files
+
+Optimizer moments and master weights of a torch_dist checkpoint come along unless --no-optimizer. State that belongs to
+ranks (random generators) has no counterpart in another layout and is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from options import add_layout_options, add_run_options, command, run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = command(__doc__)
+    parser.add_argument("source", help="checkpoint of any format")
+    parser.add_argument("target", help="new directory")
+    parser.add_argument("--format", choices=("torch_dist", "legacy"), default="torch_dist")
+    parser.add_argument("--config", default=None, help="Hugging Face directory with configuration and tokenizer")
+    parser.add_argument("--no-optimizer", action="store_true", help="weights only")
+    add_layout_options(parser)
+    add_run_options(parser)
+    given = parser.parse_args(arguments)
+    from recast import open_for, to_megatron
+
+    source = open_for(given)
+    if source.has_slots and not given.no_optimizer:
+        if given.format == "legacy":
+            sys.stderr.write("the optimizer state has no place in the legacy format; --no-optimizer says so\n")
+            return 8
+        source = open_for(given, optimizer=True)
+    return to_megatron(source, given)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
