@@ -14,10 +14,12 @@ from pathlib import Path
 from megarl.config.load import Inspected, inspect_sft, inspect_train
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.violations import touches
-from megarl.errors import ConfigError, ModelError
+from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models import ModelSpec, load_spec
 from megarl.planning import configuration
 from megarl.planning.finding import Finding, errors, exit_code
+from megarl.planning.forecast import check_memory, forecast
+from megarl.planning.gpus import gpu_named
 from megarl.planning.inputs import check_data, check_reward, check_setup
 from megarl.planning.model_files import check_tokenizer, check_weights
 from megarl.planning.model_fit import check_specs
@@ -65,11 +67,15 @@ class Surroundings:
         nodes: Slurm's allocation; None where there is none.
         settings: the environment's MEGARL_* entries.
         in_job: the run would start from here, so that missing packages are errors.
+        gpu: kind of GPU (``gpus.py``).
+        host_bytes: memory of a node; None where it is not known.
     """
 
     nodes: Nodes | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     in_job: bool = False
+    gpu: str = "h100"
+    host_bytes: int | None = None
 
 
 def diagnose(
@@ -110,12 +116,27 @@ def _check(diagnosis: Diagnosis, config: TrainConfig | SftConfig, broken: frozen
     keep(check_batch(config))
     keep(check_placement(config, around.nodes))
     if specs is not None:
+        keep(_memory(diagnosis, config, specs, around))
         keep(_files(config, *specs))
         keep(check_disk(config, *specs))
     keep(check_data(config))
     if isinstance(config, TrainConfig):
         keep(check_reward(config.reward))
     keep(check_setup(config, around.settings, in_job=around.in_job))
+
+
+def _memory(
+    diagnosis: Diagnosis, config: TrainConfig | SftConfig, specs: tuple[ModelSpec, ModelSpec], around: Surroundings
+) -> list[Finding]:
+    gpu = gpu_named(around.gpu) if config.cluster.device == "cuda" else None
+    try:
+        expected = forecast(config, *specs, gpu)
+    except LayoutError:  # reported by the checks of the model
+        diagnosis.unchecked.append("memory: the model does not divide into a layout")
+        return []
+    if around.host_bytes is None:
+        diagnosis.unchecked.append("host memory: a node's is not known (--node-memory-gib)")
+    return list(check_memory(config, expected, gpu=gpu, host_bytes=around.host_bytes))
 
 
 def _read_specs(

@@ -194,6 +194,21 @@ BROKEN = {
         "reward.path", "defines no 'score'", "name one of its functions",
         ("reward.kind=function", "reward.path=REWARD:score"), text("reward.py", "def judge(): ..."),
     ),
+    # memory
+    "too much for the device": Broken(
+        "actor.engine.microbatch_tokens", "phase update_actor needs", "lower actor.engine.microbatch_tokens",
+        ("actor.engine.microbatch_tokens=50000000",),
+    ),
+    "both on the device at once": Broken(
+        "rollout.gpu_memory_utilization", "phase rollout needs", "offload", ("rollout.gpu_memory_utilization=1.0",)
+    ),
+    "a cache too small": Broken(
+        "rollout.gpu_memory_utilization", "an engine's cache holds 0 tokens", "raise rollout.gpu_memory_utilization",
+        ("rollout.gpu_memory_utilization=0.01",),
+    ),
+    "a host too small": Broken(
+        "host memory", "most for processes", "more nodes", around=Surroundings(host_bytes=2**30)
+    ),
     # disk and setup
     "a run directory that is a file": Broken("run.dir", "is a file", "another run.dir", ("run.dir=CONFIG",)),
     "an unknown container": Broken(
@@ -216,7 +231,7 @@ def overrides_of(broken: Broken, root: Path) -> list[str]:
 
 def test_a_sound_configuration_has_no_errors(sound: Path):
     started = time.monotonic()
-    diagnosis = examine(sound)
+    diagnosis = examine(sound, around=Surroundings(host_bytes=512 * 2**30))
     assert not errors(diagnosis.findings) and not diagnosis.unchecked, diagnosis.text()
     assert diagnosis.exit_code == 0
     assert time.monotonic() - started < 10

@@ -1,0 +1,265 @@
+"""Memory of a run by phase and device, and of a node's host: what ``megarl doctor`` refuses and ``report`` compares.
+
+Roles that share devices either take turns (``engine.offload``: training state lies in host memory while engines sample,
+engines sleep while training runs) or all stay; split roles have devices of their own.
+
+Invariants:
+1. A phase lists everything that is on the device then, each part with its role.
+2. The fullest device stands for all; the first node, which no node exceeds, for all nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megarl.config.schema import SftConfig, TrainConfig
+from megarl.config.schema.roles import ActorConfig, CriticConfig
+from megarl.models import ModelSpec
+from megarl.planning.finding import Finding, Level
+from megarl.planning.gpus import GIB, Gpu
+from megarl.planning.memory import Layers, RankMemory, engine_bytes, worst_stage
+from megarl.planning.model_fit import grid, longest_sequence, trained
+
+# Assumed, not measured by this project: CUDA context with NCCL's buffers, and resident memory of one process.
+CONTEXT_BYTES = 1 * GIB
+HOST_PROCESS_BYTES = {"cuda": 4 * GIB, "cpu": 1 * GIB}
+# vLLM profiles with as many tokens; its default on CUDA.
+_ENGINE_STEP_TOKENS = 8192
+_TIGHT = 0.95
+_MIB = 2**20
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Bytes by phase and part.
+
+    Args:
+        capacity: bytes of a device; on CPU of nothing, since processes share the host.
+        phases: for each phase the parts on the fullest device.
+        host: parts on a node's host.
+        kv_tokens: tokens that an engine's key-value cache holds.
+        kinds: per role, the parts of its fullest rank.
+    """
+
+    capacity: int | None
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+    kv_tokens: int | None = None
+    ranks: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``forecast.json``."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """For a person, in GiB."""
+        lines = []
+        for phase, parts in self.phases.items():
+            total = sum(parts.values())
+            share = f" of {self.capacity / GIB:.0f} GiB" if self.capacity is not None else ""
+            shown = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items() if value)
+            lines.append(f"{phase:<14} {total / GIB:8.2f} GiB{share}: {shown}")
+        shown = ", ".join(f"{name} {value / GIB:.2f}" for name, value in self.host.items() if value)
+        lines.append(f"{'host':<14} {sum(self.host.values()) / GIB:8.2f} GiB a node: {shown}")
+        if self.kv_tokens is not None:
+            lines.append(f"{'kv cache':<14} {self.kv_tokens:,} tokens an engine")
+        return "\n".join(lines)
+
+
+def forecast(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec, gpu: Gpu | None) -> Forecast:
+    """The forecast of a configuration whose model divides into its layouts.
+
+    Args:
+        config: the run's configuration.
+        spec: the policy's model.
+        critic_spec: the critic's.
+        gpu: kind of GPU; None on CPU.
+
+    Raises:
+        LayoutError: the model does not divide into a layout.
+    """
+    layers: Layers = "local" if gpu is None else "transformer_engine"
+    ranks = {
+        role: _rank(part, critic_spec if role == "critic" else spec, layers, is_critic=role == "critic")
+        for role, part in trained(config)
+    }
+    if isinstance(config, TrainConfig) and config.algorithm.kl.where != "none":
+        ranks["reference"] = _rank(config.actor, spec, layers, is_critic=False, is_trained=False)
+    result = Forecast(gpu.memory_bytes if gpu is not None else None)
+    result.ranks = {
+        role: {
+            "weights": memory.state.weights,
+            "gradients": memory.state.gradients,
+            "optimizer": memory.state.optimizer,
+            "training": memory.training,
+            "inference": memory.inference,
+        }
+        for role, memory in ranks.items()
+    }
+    if isinstance(config, SftConfig):
+        state = _states(ranks)
+        context = {"context": CONTEXT_BYTES} if gpu is not None else {}
+        result.phases["update"] = {**state, "actor pass": ranks["actor"].training, **context}
+    else:
+        _phases(result, config, spec, ranks, gpu)
+    _host(result, config, spec, ranks, gpu)
+    return result
+
+
+def takes_turns(config: TrainConfig) -> bool:
+    """Whether training and engines hold the device in turn (``controller/roles.py`` decides by the same keys)."""
+    cluster = config.cluster
+    return cluster.device == "cuda" and cluster.placement == "colocated" and config.actor.engine.offload
+
+
+def _rank(
+    part: ActorConfig | CriticConfig, spec: ModelSpec, layers: Layers, *, is_critic: bool, is_trained: bool = True
+) -> RankMemory:
+    layout = grid(part.layout)
+    return worst_stage(
+        spec, layout, part.engine,
+        num_microbatches=2 * layout.pp, layers=layers, value_head=is_critic, trained=is_trained,
+        distributed=part.optimizer.distributed,
+    )  # fmt: skip
+
+
+def _states(ranks: dict[str, RankMemory]) -> dict[str, int]:
+    return {f"{role} state": memory.state.total for role, memory in ranks.items()}
+
+
+def _phases(
+    result: Forecast, config: TrainConfig, spec: ModelSpec, ranks: dict[str, RankMemory], gpu: Gpu | None
+) -> None:
+    states, rollout = _states(ranks), config.rollout
+    weights, kv_token_bytes = engine_bytes(spec, rollout.tp, rollout.dtype)
+    shares = config.cluster.placement == "colocated"
+    num_training = len([role for role in ranks if role != "reference"])
+    if gpu is None:
+        kv = int(rollout.kv_cache_gib * GIB) // rollout.tp
+        engine = {"engine weights": weights, "kv cache": kv}
+        contexts = 0
+    else:
+        step = _ENGINE_STEP_TOKENS * (4 * spec.hidden_size + 3 * spec.ffn_hidden_size // rollout.tp) * 2
+        step += rollout.max_num_seqs * spec.vocab_size // rollout.tp * 8
+        budget = int(rollout.gpu_memory_utilization * gpu.memory_bytes)
+        kv = budget - weights - step - CONTEXT_BYTES
+        engine = {"engine weights": weights, "kv cache": max(kv, 0), "engine pass": step}
+        contexts = CONTEXT_BYTES * (num_training + 1 if shares else 1)
+    result.kv_tokens = max(kv, 0) // kv_token_bytes
+    bucket = {"buckets": 2 * config.sync.bucket_mib * _MIB}
+    turns = takes_turns(config)
+    beside = {} if turns or not shares or gpu is None else engine  # on CPU each process has memory of its own
+    held = {} if turns or not shares or gpu is None else states
+    context = {"contexts": contexts} if contexts else {}
+    result.phases["rollout"] = {**engine, **held, **context}
+    passes = [("old_log_probs", "actor", "inference"), ("update_actor", "actor", "training")]
+    if "reference" in ranks:
+        passes.insert(1, ("ref_log_probs", "reference", "inference"))
+    if "critic" in ranks:
+        passes[-1:-1] = [("values", "critic", "inference"), ("update_critic", "critic", "training")]
+    for phase, role, kind in passes:
+        memory: RankMemory = ranks[role]
+        needed = memory.training if kind == "training" else memory.inference
+        result.phases[phase] = {**states, f"{role} pass": needed, **beside, **context}
+    other = beside or ({"engine weights": weights} if shares and gpu is not None else {})
+    result.phases["weight_sync"] = {**states, **other, **bucket, **context}
+
+
+def _host(
+    result: Forecast,
+    config: TrainConfig | SftConfig,
+    spec: ModelSpec,
+    ranks: dict[str, RankMemory],
+    gpu: Gpu | None,
+) -> None:
+    """Parts on the first node."""
+    cluster = config.cluster
+    slots = cluster.gpus_per_node if gpu is not None else None
+    processes = 1
+    for role, part in trained(config):
+        size = part.layout.world_size
+        count = min(size, slots) if slots is not None else -(-size // cluster.num_nodes)
+        processes += count
+        members = [role, "reference"] if role == "actor" and "reference" in ranks else [role]
+        for name in members:
+            memory = ranks[name]
+            if gpu is None:
+                result.host[name] = count * (memory.state.total + max(memory.training, memory.inference))
+            elif isinstance(config, TrainConfig) and takes_turns(config):
+                result.host[f"{name} offloaded"] = count * (memory.state.weights + memory.state.optimizer)
+    if isinstance(config, TrainConfig):
+        rollout = config.rollout
+        engines = rollout.replicas * rollout.tp
+        count = min(engines, slots) if slots is not None else -(-engines // cluster.num_nodes)
+        processes += count + config.reward.workers
+        if gpu is None:
+            weights, _ = engine_bytes(spec, rollout.tp, rollout.dtype)
+            result.host["engines"] = count * (weights + int(rollout.kv_cache_gib * GIB))
+    result.host["processes"] = processes * HOST_PROCESS_BYTES[cluster.device]
+
+
+def check_memory(
+    config: TrainConfig | SftConfig, expected: Forecast, *, gpu: Gpu | None, host_bytes: int | None
+) -> Iterator[Finding]:
+    """Phases that do not fit on the device, a cache too small, a host too small.
+
+    Args:
+        config: the run's configuration.
+        expected: its forecast.
+        gpu: kind of GPU; None on CPU.
+        host_bytes: memory of a node; None where it is not known.
+    """
+    for phase, parts in expected.phases.items():
+        total = sum(parts.values())
+        if gpu is None or total <= _TIGHT * gpu.memory_bytes:
+            continue
+        first = sorted(parts, key=lambda name: -parts[name])[:3]
+        shown = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in first)
+        room = f"the {gpu.memory_bytes / GIB:.1f} GiB of a {gpu.name.upper()}"
+        problem = f"phase {phase} needs {total / GIB:.1f} GiB of {room} ({shown})"
+        level: Level = "error" if total > gpu.memory_bytes else "warning"
+        yield Finding("memory", _key(config, phase, parts), problem, _fix(config, phase), level)
+    if isinstance(config, TrainConfig) and expected.kv_tokens is not None:
+        _, longest = longest_sequence(config)
+        key = "rollout.kv_cache_gib" if gpu is None else "rollout.gpu_memory_utilization"
+        if expected.kv_tokens < longest:
+            problem = (
+                f"an engine's cache holds {expected.kv_tokens} tokens, fewer than the longest sequence of {longest}"
+            )
+            fix = f"raise {key} or rollout.tp, or shorten sequences"
+            yield Finding("memory", key, problem, fix)
+    needed = sum(expected.host.values())
+    if host_bytes is not None and needed > host_bytes:
+        largest = max(expected.host, key=lambda name: expected.host[name])
+        problem = (
+            f"a node's processes need {needed / GIB:.1f} GiB of its {host_bytes / GIB:.1f} GiB, most for {largest}"
+        )
+        fix = "use more nodes, set actor.engine.offload=false where the device has room, or lower rollout.kv_cache_gib"
+        yield Finding("memory", "host memory", problem, fix)
+
+
+def _key(config: TrainConfig | SftConfig, phase: str, parts: dict[str, int]) -> str:
+    largest = max(parts, key=lambda name: parts[name])
+    if largest in ("kv cache", "engine weights"):
+        return "rollout.gpu_memory_utilization"
+    role = "critic" if largest.startswith("critic") else "actor"
+    return f"{role}.engine.microbatch_tokens" if largest.endswith("pass") else f"{role}.layout"
+
+
+def _fix(config: TrainConfig | SftConfig, phase: str) -> str:
+    role = "critic" if phase in ("values", "update_critic") else "actor"
+    part = config.critic if role == "critic" and isinstance(config, TrainConfig) else config.actor
+    assert part is not None
+    options = []
+    if isinstance(config, TrainConfig) and config.cluster.placement == "colocated" and not part.engine.offload:
+        options.append(f"set {role}.engine.offload=true")
+    if phase.startswith("update"):
+        if part.engine.recompute != "full":
+            options.append(f"set {role}.engine.recompute=full")
+        options.append(f"lower {role}.engine.microbatch_tokens")
+    if phase == "rollout":
+        options.append("lower rollout.gpu_memory_utilization")
+    options.append(f"raise {role}.layout.tp or {role}.layout.pp")
+    return ", ".join(options)

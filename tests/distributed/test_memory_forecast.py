@@ -1,0 +1,117 @@
+"""Forecast memory is what a real engine allocates: state to the byte, passes within ten per cent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.data.batch import Batch, Ragged
+from megarl.parallel.grid import ParallelLayout
+from megarl.planning.memory import RankMemory, StateBytes, rank_memory
+from megarl.platform.device import get_device
+from megarl.train.megatron.engine import MegatronEngine
+from tests.distributed.engines import policy_update
+from tests.distributed.live_memory import LiveMemory
+from tests.distributed.models import QWEN2
+from tests.distributed.ranks import Rank, RankPool
+
+SPEC = replace(
+    QWEN2,
+    vocab_size=500,
+    hidden_size=96,
+    ffn_hidden_size=264,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    tied_embeddings=False,
+    max_position=512,
+)
+TOKENS, PROMPT, RESPONSE = 512, 64, 192
+TOLERANCE, PADDING = 0.1, 0.002
+
+
+def settings(dtype: Any, recompute: Any) -> EngineConfig:
+    return EngineConfig(dtype=dtype, recompute=recompute, microbatch_tokens=TOKENS, logits_chunk_tokens=64)
+
+
+def batch_of(rows: int) -> Batch:
+    """Rows of equal length, so that every microbatch is full; no two prompts are the same."""
+    generator = torch.Generator().manual_seed(1)
+
+    def numbers(length: int) -> Ragged:
+        return Ragged.from_rows([torch.randn(length, generator=generator) for _ in range(rows)])
+
+    def tokens(length: int) -> Ragged:
+        drawn = torch.randint(0, SPEC.vocab_size, (rows, length), generator=generator)
+        return Ragged.from_rows(list(drawn))
+
+    return Batch.create(
+        sample_id=torch.arange(rows),
+        prompts=tokens(PROMPT),
+        responses=tokens(RESPONSE),
+        response_mask=Ragged.from_rows([torch.ones(RESPONSE, dtype=torch.bool)] * rows),
+        old_log_probs=numbers(RESPONSE),
+        ref_log_probs=numbers(RESPONSE),
+        advantages=numbers(RESPONSE),
+    )
+
+
+def measure(
+    rank: Rank, layout: ParallelLayout, dtype: Any, recompute: Any, distributed: bool, num_microbatches: int
+) -> tuple[int, StateBytes, int, int]:
+    """Stage, state, and the peaks of an update and of a log-prob pass, of one rank."""
+    groups = rank.start(layout)
+    engine = MegatronEngine(
+        "actor", SPEC, None, groups, get_device("cpu"), settings(dtype, recompute),
+        OptimizerConfig(distributed=distributed), seed=1,
+    )  # fmt: skip
+    batch = batch_of(num_microbatches * TOKENS // (PROMPT + RESPONSE))
+    rows = [list(range(len(batch)))]
+    engine.update_policy(batch, policy_update(), rows)  # Adam's moments are there from the first update on
+    with LiveMemory() as training:
+        engine.update_policy(batch, policy_update(), rows)
+    with LiveMemory() as inference:
+        engine.log_probs(batch)
+    summary = engine.state_summary()
+    state = StateBytes(summary.weights_bytes, summary.gradients_bytes, summary.optimizer_bytes)
+    return groups.coordinate.pp, state, training.peak_bytes, inference.peak_bytes
+
+
+def forecast(layout: ParallelLayout, stage: int, dtype: Any, recompute: Any, distributed: bool, n: int) -> RankMemory:
+    return rank_memory(
+        SPEC, layout, settings(dtype, recompute),
+        stage=stage, num_microbatches=n, layers="local", distributed=distributed,
+    )  # fmt: skip
+
+
+CASES = [
+    (ParallelLayout(), "float32", "none", True, 1),
+    (ParallelLayout(), "bfloat16", "none", False, 1),
+    (ParallelLayout(), "bfloat16", "selective", True, 1),
+    (ParallelLayout(), "float32", "full", True, 1),
+    (ParallelLayout(dp=2), "bfloat16", "full", True, 1),
+    (ParallelLayout(tp=2), "float32", "none", True, 1),
+    (ParallelLayout(tp=2, sequence_parallel=True), "bfloat16", "none", True, 1),
+    (ParallelLayout(pp=2), "float32", "none", True, 4),
+]
+
+
+@pytest.mark.parametrize(("layout", "dtype", "recompute", "distributed", "num_microbatches"), CASES)
+def test_memory_is_what_was_forecast(
+    ranks: RankPool, layout: ParallelLayout, dtype: str, recompute: str, distributed: bool, num_microbatches: int
+):
+    measured = ranks(layout.world_size).run(measure, layout, dtype, recompute, distributed, num_microbatches)
+    for stage, state, training, inference in measured:
+        # Rows are the same on all replicas here, and every replica has all of them.
+        expected = forecast(layout, stage, dtype, recompute, distributed, num_microbatches)
+        assert (expected.state.weights, expected.state.gradients) == (state.weights, state.gradients)
+        # Which replica holds how much of the padding between parameters is not modelled.
+        slack = 0 if layout.dp == 1 else PADDING
+        assert expected.state.optimizer == pytest.approx(state.optimizer, rel=slack, abs=0)
+        assert expected.training == pytest.approx(training, rel=TOLERANCE), (stage, "training")
+        assert expected.inference == pytest.approx(inference, rel=TOLERANCE), (stage, "inference")
