@@ -3,6 +3,7 @@
     megarl train PRESET [key=value ...] [--show]
     megarl sft PRESET [key=value ...] [--show]
     megarl doctor PRESET [key=value ...] [--json]
+    megarl report RUN
     megarl plan sync PRESET [key=value ...] [--bandwidth GB/s] [--local-bandwidth GB/s] [--json]
     megarl presets
     megarl explain [KEY]
@@ -22,10 +23,14 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import megarl
 from megarl.errors import ConfigError, MegarlError, SetupError
 from megarl.platform import signals
+
+if TYPE_CHECKING:
+    from megarl.config.schema import SftConfig, TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--local-bandwidth", type=float, default=150.0, metavar="GB/s", help="inside a host (150)")
     sub.add_argument("--json", action="store_true", help="all of it for a script")
     sub.set_defaults(command=_plan_sync)
+    sub = commands.add_parser("report", help="a run's seconds by phase, and its memory beside the forecast")
+    sub.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
+    sub.set_defaults(command=_report)
     sub = commands.add_parser("explain", help="what a configuration key means, takes and who reads it")
     sub.add_argument("key", metavar="KEY", nargs="?", help="such as actor.layout.tp; without it all keys are listed")
     sub.set_defaults(command=_explain)
@@ -133,7 +141,7 @@ def _train(options: argparse.Namespace, run_dir: list[str]) -> int:
 
     from megarl.controller.loop import train  # needs torch and ray
 
-    return train(loaded)
+    return train(loaded, _forecast(loaded.config))
 
 
 def _sft(options: argparse.Namespace, run_dir: list[str]) -> int:
@@ -149,7 +157,7 @@ def _sft(options: argparse.Namespace, run_dir: list[str]) -> int:
 
     from megarl.controller.sft import sft  # needs torch and ray
 
-    return sft(loaded)
+    return sft(loaded, _forecast(loaded.config))
 
 
 def _doctor(options: argparse.Namespace, run_dir: list[str]) -> int:
@@ -190,6 +198,26 @@ def _plan_sync(options: argparse.Namespace, run_dir: list[str]) -> int:
     )
     print(made.json() if options.json else made.text())
     return 0
+
+
+def _report(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.observability.report import report
+
+    print(report(options.run))
+    return 0
+
+
+def _forecast(config: TrainConfig | SftConfig) -> dict[str, object]:
+    """What was to be expected of the run, for its directory; the GPU is the presets' kind."""
+    from megarl.models import load_spec
+    from megarl.planning.forecast import forecast
+    from megarl.planning.gpus import gpu_named
+
+    spec = load_spec(config.model.path)
+    critic = getattr(config, "critic", None)
+    critic_spec = spec if critic is None or critic.path is None else load_spec(critic.path)
+    gpu = gpu_named("h100") if config.cluster.device == "cuda" else None
+    return forecast(config, spec, critic_spec, gpu).as_dict()
 
 
 def _check_model(config: object) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.config.origin import Loaded
 from megarl.config.schema import TrainConfig
@@ -14,7 +15,7 @@ from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.engines import EnginePlan, start_engines
 from megarl.controller.roles import Roles, build_roles, check_algorithm, takes_turns
 from megarl.controller.scoring import RewardRole
-from megarl.controller.session import Session, check_weights, open_session
+from megarl.controller.session import Session, check_weights, measured_memory, open_session
 from megarl.controller.state import RunState
 from megarl.controller.step import StepResult, policy_step
 from megarl.controller.validation import validate
@@ -30,8 +31,8 @@ from megarl.rewards.pool import RewardPool
 logger = logging.getLogger(__name__)
 
 
-def train(loaded: Loaded[TrainConfig]) -> int:
-    """Run ``megarl train``; returns the exit code.
+def train(loaded: Loaded[TrainConfig], forecast: Mapping[str, Any] | None = None) -> int:
+    """Run ``megarl train``; returns the exit code. ``forecast`` is kept in the run directory for the report.
 
     Raises:
         MegarlError: whatever ends the run; the class decides the exit code.
@@ -43,7 +44,7 @@ def train(loaded: Loaded[TrainConfig]) -> int:
     tokenizer = load_tokenizer(config.model.path)
     held_out = held_out_prompts(config, tokenizer)
     prompts = training_prompts(config, tokenizer, held_out)
-    with open_session(loaded) as session:
+    with open_session(loaded, forecast) as session:
         pool = session.hold(RewardPool(**config.reward.model_dump()))
         reward = RewardRole(pool, tokenizer)
         with span("start"):
@@ -166,8 +167,10 @@ class Run:
                     version=self.version,
                 )
             self.version = result.version
+            # Every rank is asked, so not in each step; the second has the optimizer's state and all passes behind it.
+            memory = measured_memory(self.groups) if step in (first + 2, config.run.steps) else {}
             waited: Metrics = {"perf/waited_s": Last(self._waited_s() - waited_s)}
-            self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result), **waited})
+            self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result), **memory, **waited})
             last = step == config.run.steps
             every = config.validation.every_steps
             if (every is not None and step % every == 0) or (last and config.validation.at_end):

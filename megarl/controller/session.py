@@ -17,7 +17,7 @@ from megarl.config.origin import Loaded, write_resolved
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.roles import ModelConfig
 from megarl.controller.cluster import Cluster, wait_for_nodes
-from megarl.controller.dispatch import Watch
+from megarl.controller.dispatch import Watch, WorkerGroup
 from megarl.controller.placement import plan_placement
 from megarl.controller.processes import Processes
 from megarl.controller.state import CheckpointStore, RunDirectory, RunState, find_resume, read_state, write_json
@@ -25,7 +25,7 @@ from megarl.models.registry import load_spec
 from megarl.observability.console import Console
 from megarl.observability.heartbeat import heartbeat
 from megarl.observability.logs import set_up_logging
-from megarl.observability.metrics import Metrics, values
+from megarl.observability.metrics import Max, Metrics, values
 from megarl.observability.sinks import Sinks, open_sinks
 from megarl.observability.trace import Timeline, listening, write_chrome_trace
 from megarl.platform import signals
@@ -124,9 +124,23 @@ class Session:
         write_json(self.directory.summary, {**summary, "seconds": round(time.monotonic() - self.started, 1)})
 
 
+def measured_memory(groups: Mapping[str, WorkerGroup]) -> Metrics:
+    """``memory/ROLE/PART``: bytes of the fullest rank of each role by part, and the peaks of its passes."""
+    metrics: Metrics = {}
+    for role, group in groups.items():
+        ranks: list[dict[str, int]] = group.memory()
+        for part in dict.fromkeys(part for rank in ranks for part in rank):
+            metrics[f"memory/{role}/{part}"] = Max(max(rank.get(part, 0) for rank in ranks))
+    return metrics
+
+
 @contextmanager
-def open_session(loaded: Loaded[Any]) -> Iterator[Session]:
+def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None) -> Iterator[Session]:
     """Open a run.
+
+    Args:
+        loaded: its configuration with origins.
+        forecast: what was said about it beforehand, kept as ``forecast.json`` for the report.
 
     Raises:
         ConfigError: the run directory is in use, or must not be continued.
@@ -143,6 +157,8 @@ def open_session(loaded: Loaded[Any]) -> Iterator[Session]:
         resume = find_resume(config.run.resume, store)
         state = RunState(0, 0) if resume is None else read_state(resume)
         write_resolved(loaded, directory.root)
+        if forecast is not None:
+            write_json(directory.root / "forecast.json", forecast)
         set_up_logging("controller", 0, directory=directory.logs)
         sinks = open_sinks(
             directory.root,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megarl.config.origin import Loaded
 from megarl.config.schema import SftConfig
 from megarl.controller.dispatch import WorkerGroup
-from megarl.controller.session import Session, check_weights, open_session
+from megarl.controller.session import Session, check_weights, measured_memory, open_session
 from megarl.controller.state import RunState
 from megarl.controller.workers import TrainPlan, grid
 from megarl.data.batch import Batch
@@ -20,8 +22,8 @@ from megarl.observability.metrics import Metrics, Sum, values
 from megarl.observability.trace import span
 
 
-def sft(loaded: Loaded[SftConfig]) -> int:
-    """Run ``megarl sft``; returns the exit code.
+def sft(loaded: Loaded[SftConfig], forecast: Mapping[str, Any] | None = None) -> int:
+    """Run ``megarl sft``; returns the exit code. ``forecast`` is kept in the run directory for the report.
 
     Raises:
         MegarlError: whatever ends the run; the class decides the exit code.
@@ -31,7 +33,7 @@ def sft(loaded: Loaded[SftConfig]) -> int:
     tokenizer = load_tokenizer(config.model.path)
     rows = sft_source(config, tokenizer, validation=False)
     held_out = sft_source(config, tokenizer, validation=True) if config.data.validation else None
-    with open_session(loaded) as session:
+    with open_session(loaded, forecast) as session:
         with span("start"):
             processes = session.start_processes()
             model = processes.train(plan(config, session.directory.logs), processes.placement.actor)
@@ -78,6 +80,8 @@ def run_steps(
             with span("update"):
                 metrics: Metrics = model.update_sft(batch, [list(range(len(batch)))])
         metrics |= {**rows.metrics(), "perf/total_num_tokens": Sum(int(batch.sequence_lengths.sum()))}
+        if step in (session.state.step + 2, steps):
+            metrics |= measured_memory({"actor": model})
         session.log_step(step, metrics)
         every = config.eval_every_steps
         if evaluation is not None and (step == steps or (every is not None and step % every == 0)):

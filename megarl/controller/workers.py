@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -94,6 +96,8 @@ class TrainWorker:
         self.rank = rank
         self._stopped = threading.Event()
         self._store: dist.Store | None = None
+        self._peaks: dict[str, int] = {}
+        self._held: dict[str, int] = {}
         enter_worker(plan.role, rank, plan.logs)
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ class TrainWorker:
         plan = self.plan
         if self._store is None:
             self._store = dist.TCPStore(*address, is_master=False)
-        device = get_device(plan.device)
+        device = self._device = get_device(plan.device)
         groups = bootstrap.start(
             plan.layout,
             device=device,
@@ -173,20 +177,23 @@ class TrainWorker:
         self, batch: Batch, *, temperature: float, with_entropy: bool, with_sum_pi_squared: bool
     ) -> dict[str, Ragged] | None:
         """``log_probs``, ``entropy`` and ``sum_pi_squared`` of every response token."""
-        return self.engine.log_probs(
-            batch, temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
-        )
+        with self._peak("log_probs"):
+            return self.engine.log_probs(
+                batch, temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
+            )
 
     @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
     def ref_log_probs(self, batch: Batch, *, temperature: float) -> dict[str, Ragged] | None:
         """``log_probs`` of the frozen reference policy."""
         assert self.reference is not None
-        return self.reference.log_probs(batch, temperature=temperature)
+        with self._peak("ref_log_probs"):
+            return self.reference.log_probs(batch, temperature=temperature)
 
     @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
     def values(self, batch: Batch) -> dict[str, Ragged] | None:
         """``values`` before every response token."""
-        values = self.engine.values(batch)
+        with self._peak("values"):
+            values = self.engine.values(batch)
         return None if values is None else {"values": values}
 
     # -- updates -----------------------------------------------------------------------------------------------------
@@ -194,22 +201,43 @@ class TrainWorker:
     @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
     def update_policy(self, batch: Batch, minibatches: list[list[int]], update: PolicyUpdate) -> Metrics | None:
         """One optimizer update per minibatch."""
-        return self.engine.update_policy(batch, update, minibatches)
+        with self._peak("update"):
+            return self.engine.update_policy(batch, update, minibatches)
 
     @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
     def update_values(self, batch: Batch, minibatches: list[list[int]], update: ValueUpdate) -> Metrics | None:
         """One critic update per minibatch."""
-        return self.engine.update_values(batch, update, minibatches)
+        with self._peak("update"):
+            return self.engine.update_values(batch, update, minibatches)
 
     @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
     def update_sft(self, batch: Batch, minibatches: list[list[int]]) -> Metrics | None:
         """One update per minibatch on the cross-entropy of masked tokens."""
-        return self.engine.update_sft(batch, minibatches)
+        with self._peak("update"):
+            return self.engine.update_sft(batch, minibatches)
 
     @dispatch(split=Split.ROWS, collect=Collect.METRICS)
     def eval_sft(self, batch: Batch) -> Metrics | None:
         """The same loss without an update."""
         return self.engine.eval_sft(batch)
+
+    @dispatch()
+    def memory(self) -> dict[str, int]:
+        """Bytes this rank holds by part, and the peak of each kind of pass so far (``Device.memory`` says of what)."""
+        return self._held | {f"{phase}_peak": peak for phase, peak in self._peaks.items()}
+
+    @contextmanager
+    def _peak(self, phase: str) -> Iterator[None]:
+        self._device.reset_peak_memory()
+        yield
+        self._peaks[phase] = max(self._peaks.get(phase, 0), self._device.memory().peak_bytes)
+        if phase == "update":  # later it may lie in host memory
+            state = self.engine.state_summary()
+            self._held = {
+                "weights": state.weights_bytes,
+                "gradients": state.gradients_bytes,
+                "optimizer": state.optimizer_bytes,
+            }
 
     # -- the sending end of a weight update (weights/sync.py) ----------------------------------------------------------
 

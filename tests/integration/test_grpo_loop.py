@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.observability.report import report
 from tests.integration.runs import REWARDS, Run, finished, layout, small, sources, write_model, write_prompts
 
 MISMATCH = "training/rollout_log_probs_diff/mean"
@@ -65,7 +66,7 @@ def ppo(place: Path, overrides: list[str]) -> Run:
 
 def computed(numbers: dict[str, float]) -> dict[str, float]:
     """What does not depend on the clock."""
-    measured = ("timing_s/", "perf/", "rollout/tokens_per_s", "weight_sync/")
+    measured = ("timing_s/", "perf/", "memory/", "rollout/tokens_per_s", "weight_sync/")
     return {name: value for name, value in numbers.items() if not name.startswith(measured)}
 
 
@@ -112,6 +113,17 @@ def test_the_run_directory_holds_what_its_documentation_says(grpo: Run):
     assert 0 < grpo.summary["accuracy_start"] < 1
     assert grpo.summary["accuracy_start"] == grpo.validations[0]["val/accuracy"]
     assert grpo.summary["accuracy_end"] == grpo.validations[4]["val/accuracy"]
+
+
+def test_the_state_in_memory_is_what_was_forecast(grpo: Run, ppo: Run):
+    for run in (grpo, ppo):
+        ranks = json.loads((run.directory / "forecast.json").read_text())["ranks"]
+        last = run.steps[max(run.steps)]
+        for role in {"actor", "critic"} & ranks.keys():
+            for part in ("weights", "gradients", "optimizer"):
+                assert last[f"memory/{role}/{part}"] == pytest.approx(ranks[role][part], rel=0.002), (role, part)
+            assert last[f"memory/{role}/update_peak"] > ranks[role]["weights"]
+    assert "actor optimizer" in report(grpo.directory)
 
 
 def test_the_export_is_a_model_for_transformers(grpo: Run, place: Path):

@@ -36,14 +36,15 @@ def config(tmp_path: Path) -> str:
 def loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Stands for ``controller/loop.py``, whose imports (torch, ray) these tests do not need."""
     module = ModuleType("megarl.controller.loop")
-    module.train = lambda loaded: 0  # type: ignore[attr-defined]
+    module.train = lambda loaded, forecast: 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megarl.controller.loop", module)
     monkeypatch.setattr("megarl.planning.model_fit.check_model", lambda config: [])
+    monkeypatch.setattr(cli, "_forecast", lambda config: {"phases": {}})
     return module
 
 
 def raising(error: BaseException):
-    def train(loaded: object) -> int:
+    def train(loaded: object, forecast: object) -> int:
         raise error
 
     return train
@@ -51,7 +52,7 @@ def raising(error: BaseException):
 
 def test_train_passes_the_loaded_configuration(config: str, loop: ModuleType):
     seen = []
-    loop.train = lambda loaded: seen.append(loaded) or 7
+    loop.train = lambda loaded, forecast: seen.append(loaded) or 7
     assert cli.main(["train", config, "run.steps=9", "actor.layout.tp=2"]) == 7
     assert (seen[0].config.run.steps, seen[0].config.actor.layout.tp) == (9, 2)
     assert seen[0].overrides == ("run.steps=9", "actor.layout.tp=2")
@@ -106,7 +107,7 @@ def test_an_interrupt_is_130(config: str, loop: ModuleType, capsys: pytest.Captu
 
 
 def test_a_termination_is_143(config: str, loop: ModuleType, capsys: pytest.CaptureFixture[str]):
-    loop.train = lambda loaded: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(10)
+    loop.train = lambda loaded, forecast: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(10)
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["train", config]) == 143
     assert capsys.readouterr().err == "megarl: terminated by SIGTERM\n"
