@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import Reduce, bits_of, blocks, keep_bits, num_tokens
+from megarl.algorithms.masking import Reduce, bits_of, blocks, keep_bits, row_tokens
 from megarl.observability.metrics import Metrics, Sum
 
 # Added to the variance, as in verl and TRL.
@@ -27,12 +27,14 @@ def whiten_(values: Tensor, mask: Tensor, reduce: Reduce = None) -> Metrics:
     """
     rows = list(blocks(values.shape[0], values.shape[1], values.device))
     parts = torch.zeros(max(1, len(rows)), 3, dtype=torch.float64, device=values.device)
+    tokens = row_tokens(mask)
     for part, r in zip(parts, rows, strict=False):
         bits = bits_of(mask[r], values.dtype)
         block = values[r]
-        part[0] = num_tokens(mask[r])
+        part[0] = tokens[r].sum()
         part[1] = block.sum()
-        deviation = keep_bits(bits, block - (part[1] / part[0].clamp(min=1)).to(block.dtype))
+        deviation = block - (part[1] / part[0].clamp(min=1)).to(block.dtype)
+        keep_bits(bits, deviation, out=deviation)
         part[2] = torch.linalg.vector_norm(deviation, dim=-1).double().square().sum()
     count, total, num_parts = _summed(parts[:, 0].sum(), parts[:, 1].sum(), reduce)
     if count < 2:

@@ -103,7 +103,7 @@ def test_row_means_have_global_denominators(ranks: RankPool, aggregation: str) -
     assert_same(outcome(results), on_one_rank(ranks, QWEN2, "policy", **options))
 
 
-@pytest.mark.parametrize("kind", ["gspo", "kl_cov"])
+@pytest.mark.parametrize("kind", ["gspo", "geo_mean", "kl_cov", "clip_cov"])
 def test_losses_over_rows_and_over_the_whole_minibatch_do_not_depend_on_the_cut(ranks: RankPool, kind: str) -> None:
     layout = LAYOUTS["pp2-dp2"]
     results = ranks(layout.world_size).run(train, layout, QWEN2, "policy", 30, True, {"kind": kind})

@@ -23,9 +23,21 @@ GROUPED = {"grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_p
 
 
 def batch(seed: int) -> Ragged:
-    """Scores that repeat, so that some groups carry no signal."""
+    """Dense rewards; scores that repeat, so that groups carry no signal; or one reward a row, in masks without gaps."""
     b = ragged(seed, rows=6 + 3 * (seed % 3), length=3 + seed % 6)
-    if seed % 2:
+    if seed % 4 == 0:
+        lengths = b.mask.sum(1)
+        clean = {name: getattr(b, name) for name in b.__dataclass_fields__}
+        front = torch.arange(b.mask.shape[1]) < lengths[:, None]
+        for name, column in clean.items():
+            if column.dim() == 2 and name != "mask":
+                packed = torch.full_like(column, torch.nan)
+                packed[front] = column[b.mask]
+                setattr(b, name, packed)
+        b.mask = front
+        place = torch.arange(b.mask.shape[1]) == (lengths - 1 - (seed // 4) % 2)[:, None]
+        b.rewards = torch.where(b.mask, torch.where(place, b.rewards, 0.0), torch.nan)
+    elif seed % 2:
         b.rewards = torch.where(b.rewards > 0, 1.0, 0.0).double() / b.mask.sum(1, keepdim=True).clamp(min=1)
         b.rewards = torch.where(b.mask, b.rewards.round(), torch.nan)
     return b

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from megarl.algorithms.advantages.base import Advantages, TokenInputs
 from megarl.algorithms.advantages.row_scores import group_statistics
 from megarl.algorithms.advantages.token_scans import discounted_returns
-from megarl.algorithms.masking import select
+from megarl.algorithms.masking import bits_of, blocks, keep_bits, widen
 from megarl.errors import DataError
 
 _EPS = 1e-8
@@ -23,18 +26,37 @@ def optimal_token_baseline(inputs: TokenInputs) -> Advantages:
     """
     if inputs.old_log_probs is None:
         raise DataError("estimator 'optimal_token_baseline' needs old_log_probs")
-    assert inputs.sum_pi_squared is not None  # declared in needs
     kept, rows = inputs.kept, inputs.rows
-    returns = select(kept, discounted_returns(inputs, 1.0))
-    energy = 1 - 2 * select(kept, inputs.old_log_probs).exp() + select(kept, inputs.sum_pi_squared)
-    if inputs.importance_weights is not None:
-        energy *= select(kept, inputs.importance_weights).square()
-    weight = select(kept & rows.counted[:, None], select(kept, energy).cumsum(-1))
-
-    shape = (rows.num_groups, returns.shape[1])
-    numerator_GT = returns.new_zeros(shape).index_add_(0, rows.group, returns * weight)
-    denominator_GT = returns.new_zeros(shape).index_add_(0, rows.group, weight)
-    baseline = (numerator_GT / (denominator_GT + _EPS))[rows.group]
+    returns = discounted_returns(inputs, 1.0)
     groups = group_statistics(rows, rows.scores)
-    has_baseline = kept & (groups.size >= 2)[:, None]
-    return Advantages(select(has_baseline, returns - baseline), returns, groups.metrics)
+    numerator_GT = returns.new_zeros(rows.num_groups, returns.shape[1])
+    denominator_GT = torch.zeros_like(numerator_GT)
+    for block in blocks(kept.shape[0], kept.shape[1], kept.device):
+        bits = bits_of(kept[block], returns.dtype)
+        keep_bits(bits, returns[block], out=returns[block])
+        weight = _cumulative_energy(inputs, block, bits).mul_(rows.counted[block, None])
+        denominator_GT.index_add_(0, rows.group[block], weight)
+        numerator_GT.index_add_(0, rows.group[block], weight.mul_(returns[block]))
+    baseline_GT = numerator_GT.div_(denominator_GT.add_(_EPS))
+
+    advantages = torch.empty_like(returns)
+    has_baseline = (groups.size >= 2).to(returns.dtype)[:, None]
+    for block in blocks(kept.shape[0], kept.shape[1], kept.device):
+        lead = (returns[block] - baseline_GT[rows.group[block]]).mul_(has_baseline[block])
+        keep_bits(bits_of(kept[block], returns.dtype), lead, out=advantages[block])
+    return Advantages(advantages, returns, groups.metrics)
+
+
+def _cumulative_energy(inputs: TokenInputs, block: slice, bits: Tensor) -> Tensor:
+    """W of some rows [b, T], 0 off the mask that ``bits`` stand for."""
+    assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None  # the latter is declared in needs
+    dtype = widen(inputs.rewards[:0]).dtype
+
+    def valid(values: Tensor) -> Tensor:
+        return keep_bits(bits, widen(values[block]).to(dtype))
+
+    energy = valid(inputs.old_log_probs).exp_().mul_(-2).add_(1).add_(valid(inputs.sum_pi_squared))
+    if inputs.importance_weights is not None:
+        energy.mul_(valid(inputs.importance_weights).square_())
+    total = keep_bits(bits, energy, out=energy).cumsum_(-1)
+    return keep_bits(bits, total, out=total)

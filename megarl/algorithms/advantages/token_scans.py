@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.base import Advantages, TokenInputs
-from megarl.algorithms.advantages.scan import Packing, ReverseSum
+from megarl.algorithms.advantages.scan import Packing, ReverseSum, has_gaps
 from megarl.algorithms.masking import bits_of, blocks, keep_bits, row_tokens, select, widen
 from megarl.algorithms.whitening import whiten_
 
@@ -71,9 +71,10 @@ def remax(inputs: TokenInputs) -> Advantages:
     rewards = widen(inputs.rewards)
     returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
     baseline = inputs.greedy_scores.to(rewards.dtype)[:, None]
+    last = _last_token(inputs.response_mask)
     for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         bits = bits_of(inputs.response_mask[rows], rewards.dtype)
-        to_go = _sum_to_end(keep_bits(bits, rewards[rows]), inputs.response_mask[rows])
+        to_go = _sum_to_end(keep_bits(bits, rewards[rows]), None if last is None else last[rows])
         if inputs.kept is not inputs.response_mask:
             bits = bits_of(inputs.kept[rows], rewards.dtype)
         keep_bits(bits, to_go, out=returns[rows])
@@ -87,9 +88,10 @@ def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
     returns = torch.empty_like(rewards)
     if gamma == 1:
         # A gap then changes nothing: what stands in it is a reward of 0.
+        last = _last_token(inputs.response_mask)
         for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
             bits = bits_of(inputs.response_mask[rows], rewards.dtype)
-            to_go = _sum_to_end(keep_bits(bits, rewards[rows]), inputs.response_mask[rows])
+            to_go = _sum_to_end(keep_bits(bits, rewards[rows]), None if last is None else last[rows])
             keep_bits(bits, to_go, out=returns[rows])
         return returns
     packing = Packing.of(inputs.response_mask)
@@ -101,15 +103,19 @@ def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
     return returns
 
 
-def _sum_to_end(values: Tensor, mask: Tensor) -> Tensor:
+def _last_token(mask: Tensor) -> Tensor | None:
+    """Position of each row's last token, 0 for an empty row: [B, 1] int64; None if a mask has gaps."""
+    return None if has_gaps(mask) else (row_tokens(mask) - 1).clamp(min=0)[:, None]
+
+
+def _sum_to_end(values: Tensor, last: Tensor | None) -> Tensor:
     """Sum of each place and all that follow it along the last axis, torch accumulating in float64 on CPU.
 
-    Shapes: values [b, T], 0 off the mask [b, T]. Returns [b, T]; or [b, 1], right on the mask, where no row has a value
-    but on its last token: so it is with outcome rewards, and then no sum has to run along the row.
+    Shapes: values [b, T], 0 off the mask; last [b, 1] from ``_last_token``. Returns [b, T]; or, where no row has a
+    value but on its last token, [b, 1], which is right on the mask: with outcome rewards no sum runs along the row.
     """
-    last = (row_tokens(mask) - 1).clamp(min=0)[:, None]
-    if values.shape[1]:
+    if last is not None and values.shape[1]:
         total = values.gather(-1, last)
-        if torch.equal(total.abs(), torch.linalg.vector_norm(values, ord=1, dim=-1, keepdim=True)):
+        if torch.equal(total.abs(), values.abs().sum(-1, keepdim=True)):
             return total
     return values.flip(-1).cumsum_(-1).flip(-1)

@@ -112,6 +112,17 @@ def test_low_matmul_precision_does_not_reach_the_scan() -> None:
     torch.testing.assert_close(rounded, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_reward_before_a_gap_does_not_reach_beyond_it() -> None:
+    # Four tokens, the reward on the fourth place but not on the fourth token.
+    mask = torch.tensor([[True, True, False, True, True]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0]])
+    group = torch.zeros(1, dtype=torch.int64)
+    result = make("remax")(rewards, mask, group, greedy_scores=torch.tensor([0.25]))
+    assert result.returns is not None
+    assert result.returns.tolist() == [[1.0, 1.0, 0.0, 1.0, 0.0]]
+    assert result.advantages.tolist() == [[0.75, 0.75, 0.0, 0.75, -0.25]]
+
+
 GROUP_KINDS = [k for k in ESTIMATORS.names() if make(k).needs_groups]
 
 
