@@ -48,7 +48,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, 
         slope = torch.empty_like(value)
         for rows in blocks(value.shape[0], value.shape[1], value.device):
             bits = bits_of(response_mask[rows], value.dtype)
-            x = widen(log_probs[rows]) - widen(ref_log_probs[rows])
+            x = log_probs[rows].to(value.dtype) - ref_log_probs[rows].to(value.dtype)
             keep_bits(bits, x, out=x)
             _value_and_slope(x, base, value[rows], slope[rows])
             if estimator.endswith("+"):

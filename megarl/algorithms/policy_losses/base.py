@@ -86,7 +86,7 @@ class Block:
 
     def select(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Values on the mask, 0 elsewhere."""
-        return keep_bits(self._bits, widen(values), out=out)
+        return keep_bits(self._bits, values.to(self.loss.dtype), out=out)
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -106,7 +106,7 @@ class Block:
     @cached_property
     def free_log_ratio(self) -> Tensor:
         """Log-ratio lp - old, unclamped."""
-        difference = widen(self.inputs.log_probs) - widen(self.inputs.old_log_probs)
+        difference = self.inputs.log_probs.to(self.loss.dtype) - self.inputs.old_log_probs.to(self.loss.dtype)
         return keep_bits(self._bits, difference, out=difference)
 
     @cached_property
@@ -141,7 +141,7 @@ class Block:
     def row_weight(self) -> Tensor:
         """Geometric mean of a row's importance weights [b, 1]; 0 if one of them is 0."""
         assert self.inputs.importance_weights is not None
-        return self.row_mean(self.select(widen(self.inputs.importance_weights).log())).exp()
+        return self.row_mean(self.select(self.inputs.importance_weights.to(self.loss.dtype).log())).exp()
 
     @cached_property
     def tokens_of_row(self) -> Tensor:
@@ -250,7 +250,7 @@ def _run(entry: LossEntry, inputs: PolicyInputs, keywords: Mapping[str, Any]) ->
     source = inputs.log_probs
     loss = torch.empty(source.shape, dtype=widen(source[:0]).dtype, device=source.device)
     slope = torch.empty_like(loss)
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, list[Tensor]] = {}
     with torch.no_grad():
         for rows in blocks(source.shape[0], source.shape[1], source.device):
             block = Block(inputs.rows(rows), loss[rows], slope[rows])
@@ -264,8 +264,9 @@ def _run(entry: LossEntry, inputs: PolicyInputs, keywords: Mapping[str, Any]) ->
                     if result is not place:
                         place.copy_(result)
             for name, total in {**terms.sums, "ppo_kl": -block.log_ratio.sum()}.items():
-                sums[name] = sums.get(name, 0) + total.double()
-        values = to_floats({**sums, "tokens": num_tokens(inputs.response_mask)})
+                sums.setdefault(name, []).append(total)
+        totals = {name: torch.stack(parts).double().sum() for name, parts in sums.items()}
+        values = to_floats({**totals, "tokens": num_tokens(inputs.response_mask)})
     tokens = values.pop("tokens")
     return TokenLoss(
         attach(source, loss, slope), {f"actor/{name}": Mean(total, tokens) for name, total in values.items()}

@@ -26,6 +26,13 @@ def test_value_and_gradient_equal_the_reference(estimator: str) -> None:
         assert float(gradient[i, t]) == pytest.approx(numeric, rel=1e-5, abs=1e-7)
 
 
+def test_reference_of_another_precision_takes_that_of_the_log_probs() -> None:
+    b = ragged(2)
+    expected = kl_penalty(b.log_probs.float(), b.ref.float(), b.mask, "k3")
+    assert torch.equal(kl_penalty(b.log_probs.float(), b.ref, b.mask, "k3"), expected)
+    assert kl_penalty(b.log_probs.bfloat16(), b.ref, b.mask, "k3").dtype == torch.float32
+
+
 def test_names_of_other_libraries() -> None:
     b = ragged(2)
     for theirs, ours in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("low_var_kl+", "k3+")):

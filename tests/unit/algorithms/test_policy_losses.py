@@ -245,6 +245,18 @@ def test_low_precision_inputs_are_computed_in_float32(kind: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES.names())
+def test_inputs_of_another_precision_take_that_of_the_log_probs(kind: str) -> None:
+    b = ragged(6)
+    loss = make(kind)
+    inputs = inputs_of(b, loss, importance_weights=b.weights)
+    mixed = loss(replace(inputs, log_probs=b.log_probs.float(), importance_weights=b.weights.bfloat16()))
+    narrow = {name: getattr(inputs, name).float() for name in ("log_probs", "old_log_probs", "advantages")}
+    expected = loss(replace(inputs, **narrow, importance_weights=b.weights.bfloat16().float()))
+    assert mixed.loss.dtype == torch.float32
+    torch.testing.assert_close(mixed.loss, expected.loss, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES.names())
 def test_all_masked_batch_has_zero_loss_with_a_graph(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     b = ragged(1)
     b.mask = torch.zeros_like(b.mask)
