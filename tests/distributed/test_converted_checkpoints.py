@@ -20,11 +20,12 @@ from megarl.parallel.grid import ParallelLayout
 from megarl.weights.conversion.dist_target import dist_target
 from megarl.weights.conversion.session import Settings, convert
 from megarl.weights.conversion.sources import open_source
-from megarl.weights.conversion.targets import hf_target
+from megarl.weights.conversion.targets import hf_target, legacy_target
+from megarl.weights.files.legacy import read_legacy
 from megarl.weights.files.safetensors_reader import SafetensorsReader
 from megarl.weights.files.safetensors_writer import table_of, write_hf
-from megarl.weights.layout import canonical_shapes
-from megarl.weights.pieces import assemble
+from megarl.weights.layout import canonical_shapes, megatron_regions
+from megarl.weights.pieces import assemble, pieces
 from tests.distributed.engines import make_engine, owned_weights, policy_update, recorded_batch, replica
 from tests.distributed.models import build
 from tests.distributed.ranks import Rank, RankPool
@@ -92,9 +93,6 @@ def load_in_megatron(rank: Rank, layout: ParallelLayout, directory: Path, spec: 
     state = {"model": chunk.sharded_state_dict(metadata=metadata)}
     loaded = dist_checkpointing.load(state, str(directory), strict="raise_unexpected")
     chunk.load_state_dict(loaded["model"])
-    from megarl.weights.layout import megatron_regions
-    from megarl.weights.pieces import pieces
-
     regions = megatron_regions(spec, layout, groups.coordinate)
     return [(region, piece.clone()) for region, piece in pieces(regions, dict(chunk.named_parameters()))]
 
@@ -106,7 +104,7 @@ def test_megatron_loads_what_was_converted_at_any_layout(ranks: RankPool, tmp_pa
     to_dist(source, tmp_path / "dist", ParallelLayout(tp=2, pp=2))
     for layout in LAYOUTS.values():
         results = ranks(layout.world_size).run(load_in_megatron, layout, tmp_path / "dist", source.spec)
-        held = assemble(piece for pieces in results for piece in pieces)
+        held = assemble(piece for found in results for piece in found)
         assert held.keys() == weights.keys()
         for name, tensor in weights.items():
             assert torch.equal(held[name], tensor), (layout, name)
@@ -143,7 +141,7 @@ def test_a_trained_state_moves_to_another_layout_with_its_optimizer(
     directory, _ = model_dir(tmp_path / "model", family)
     spec = load_spec(directory)
     saved = ranks(4).run(train_and_save, ParallelLayout(tp=2, pp=2), tmp_path / "saved", spec, options)
-    trained = assemble(piece for pieces in saved for piece in pieces)
+    trained = assemble(piece for found in saved for piece in found)
 
     exported = to_hf(open_source(tmp_path / "saved", config=directory), tmp_path / "hf")
     with SafetensorsReader(tmp_path / "hf") as reader:
@@ -164,9 +162,6 @@ def test_a_trained_state_moves_to_another_layout_with_its_optimizer(
 
 
 def test_replicas_that_drifted_apart_are_found(tmp_path: Path) -> None:
-    from megarl.weights.conversion.targets import legacy_target
-    from megarl.weights.files.legacy import read_legacy
-
     directory, _ = model_dir(tmp_path / "model", "qwen2")
     source = open_source(directory)
     convert(
@@ -188,3 +183,67 @@ def test_replicas_that_drifted_apart_are_found(tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
     assert json.loads((tmp_path / "legacy/hf/config.json").read_text())["model_type"] == "qwen2"
     assert replace(open_source(tmp_path / "legacy").layout, vocab_rows_multiple=64) == ParallelLayout(tp=2)
+
+
+def load_legacy(rank: Rank, layout: ParallelLayout, directory: Path, spec: ModelSpec) -> Any:
+    """A real model of this rank takes its shard as it is, by name, with nothing missing or left over."""
+    groups = rank.start(layout)
+    chunk = build(spec, groups, seed=77)
+    at = groups.coordinate
+    name = f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if layout.pp > 1 else "")
+    content = torch.load(directory / "release" / name / "model_optim_rng.pt", weights_only=False)
+    chunk.load_state_dict(content["model"], strict=True)
+    return [
+        (region, piece.clone())
+        for region, piece in pieces(megatron_regions(spec, layout, at), dict(chunk.named_parameters()))
+    ]
+
+
+def save_legacy(rank: Rank, layout: ParallelLayout, directory: Path, spec: ModelSpec) -> Any:
+    """As Megatron-LM's training saves a shard."""
+    from argparse import Namespace
+
+    groups = rank.start(layout)
+    chunk = build(spec, groups, seed=6)
+    at = groups.coordinate
+    place = directory / "iter_0000007" / (f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if layout.pp > 1 else ""))
+    place.mkdir(parents=True)
+    content = {
+        "args": Namespace(num_layers=spec.num_layers, rotary_base=int(spec.rope_theta), some_type=Namespace),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "model": chunk.state_dict_for_save_checkpoint(),
+        "rng_state": [{"python": (3, (1, 2), None)}],
+    }
+    torch.save(content, place / "model_optim_rng.pt")
+    (directory / "latest_checkpointed_iteration.txt").write_text("7")
+    return [
+        (region, piece.clone())
+        for region, piece in pieces(megatron_regions(spec, layout, at), dict(chunk.named_parameters()))
+    ]
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(tp=2), ParallelLayout(tp=2, pp=2)], ids=["tp2", "tp2-pp2"])
+def test_legacy_shards_go_into_real_models_and_come_out_of_them(
+    ranks: RankPool, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    directory, weights = model_dir(tmp_path / "model", "qwen2")
+    source = open_source(directory)
+    convert(
+        source,
+        tmp_path / "legacy",
+        lambda place: legacy_target(place, source.spec, layout, source.dtypes, value_head=False, naming="local"),
+        {},
+        FAST,
+    )
+    results = ranks(layout.world_size).run(load_legacy, layout, tmp_path / "legacy", source.spec)
+    held = assemble(piece for found in results for piece in found)
+    assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
+
+    saved = ranks(layout.world_size).run(save_legacy, layout, tmp_path / "saved", source.spec)
+    trained = assemble(piece for found in saved for piece in found)
+    again = open_source(tmp_path / "saved", config=directory)
+    assert again.iteration == 7 and again.arguments["num_layers"] == source.spec.num_layers
+    to_hf(again, tmp_path / "hf")
+    with SafetensorsReader(tmp_path / "hf") as reader:
+        assert all(torch.equal(reader.read(name), tensor) for name, tensor in trained.items())

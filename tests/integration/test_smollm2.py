@@ -49,3 +49,18 @@ def test_its_tokenizer_spells_numbers_by_digit_and_returns_every_text(directory)
     assert tokenizer.decode(ids) == text
     assert tokenizer.convert_ids_to_tokens(ids)[:9] == ["What", "'s", "Ġ", "1", "2", "3", "+", "4", "5"]
     assert (len(tokenizer), tokenizer.eos_token_id) == (49152, 2)
+
+
+def test_it_goes_to_megatron_and_back_as_the_same_file_with_the_same_logits(directory, tmp_path):
+    """TP3 x PP2, by the commands; every layer's output beside transformers'."""
+    import subprocess
+
+    def tool(name: str, *words: object) -> str:
+        command = [sys.executable, str(ROOT / "tools/convert" / name), *map(str, words)]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    tool("hf_to_megatron.py", directory, tmp_path / "dist", "--tp", 3, "--pp", 2)
+    tool("megatron_to_hf.py", tmp_path / "dist", tmp_path / "hf")
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+    text = tool("verify.py", tmp_path / "dist", "--against", directory, "--logits")
+    assert text.count(" yes ") == 6 and "logits         yes  every layer within" in text

@@ -9,12 +9,17 @@ others say how it is cut, so that ranks of that layout read their own bytes only
 
 from __future__ import annotations
 
+import os
 import sys
+
+# The script's own folder has an inspect.py, which must not stand for Python's.
+sys.path.pop(0)
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
 from collections.abc import Sequence
 
-from options import add_layout_options, add_run_options, command, run
-
 from megarl.weights.conversion.sources import open_source
+from tools.convert.options import add_layout_options, add_run_options, command, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_layout_options(parser)
     add_run_options(parser)
     given = parser.parse_args(arguments)
-    from recast import to_megatron
+    from tools.convert.recast import to_megatron
 
     return to_megatron(open_source(given.model), given)
 

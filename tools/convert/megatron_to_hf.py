@@ -9,10 +9,16 @@ Hugging Face directory whose configuration and tokenizer belong to the model, wh
 
 from __future__ import annotations
 
+import os
 import sys
+
+# The script's own folder has an inspect.py, which must not stand for Python's.
+sys.path.pop(0)
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
 from collections.abc import Sequence
 
-from options import add_run_options, command, num_bytes, run
+from tools.convert.options import add_run_options, command, num_bytes, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-shard-size", type=num_bytes, default=5_000_000_000, help="of a file (default 5 GB)")
     add_run_options(parser)
     given = parser.parse_args(arguments)
-    from recast import open_for, to_hf
+    from tools.convert.recast import open_for, to_hf
 
     return to_hf(open_for(given), given)
 

@@ -98,6 +98,7 @@ class ProgressLine(Progress):
         self._lock = threading.Lock()
         self._every_s = 0.2 if sys.stderr.isatty() else 10.0
         self.work_s = 0.0
+        self._phases: list[str] = []
         self._phase_started = time.monotonic()
 
     def start(self, total_bytes: int, done_bytes: int) -> None:
@@ -117,13 +118,13 @@ class ProgressLine(Progress):
             sys.stderr.write(f"\r{text:<60}" if sys.stderr.isatty() else f"{text}\n")
 
     def phase(self, name: str) -> None:
-        now = time.monotonic()
-        if name == "complete":
-            self.work_s = now - self._phase_started
-        self._phase_started = now
+        if not self._phases:
+            self._phase_started = time.monotonic()
+        self._phases.append(name)
 
     def end(self) -> None:
         """Ends the line."""
+        self.work_s = time.monotonic() - self._phase_started
         if sys.stderr.isatty() and not self._quiet:
             sys.stderr.write("\r" + " " * 60 + "\r")
 

@@ -6,14 +6,13 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from options import DTYPES, ProgressLine, layout_of, report, settings_of
-
 from megarl.errors import CheckpointError
 from megarl.weights.conversion.dist_target import dist_target
 from megarl.weights.conversion.session import convert
 from megarl.weights.conversion.sources import Source, open_source
 from megarl.weights.conversion.target import Target
 from megarl.weights.conversion.targets import hf_target, legacy_target
+from tools.convert.options import DTYPES, ProgressLine, layout_of, report, settings_of
 
 
 def to_megatron(source: Source, given: argparse.Namespace) -> int:

@@ -9,10 +9,16 @@ ranks (random generators) has no counterpart in another layout and is left out.
 
 from __future__ import annotations
 
+import os
 import sys
+
+# The script's own folder has an inspect.py, which must not stand for Python's.
+sys.path.pop(0)
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
 from collections.abc import Sequence
 
-from options import add_layout_options, add_run_options, command, run
+from tools.convert.options import add_layout_options, add_run_options, command, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_layout_options(parser)
     add_run_options(parser)
     given = parser.parse_args(arguments)
-    from recast import open_for, to_megatron
+    from tools.convert.recast import open_for, to_megatron
 
     source = open_for(given)
     if source.has_slots and not given.no_optimizer:

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -80,6 +81,7 @@ class Source:
         files: all that belong to it.
         kept: state that is no tensor and goes along.
         iteration: of the run that wrote it.
+        arguments: of that run, where the checkpoint names them.
     """
 
     format: str
@@ -98,6 +100,7 @@ class Source:
     files: list[Path] = field(default_factory=list)
     kept: KeptState | None = None
     iteration: int = 0
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_slots(self) -> bool:
@@ -299,6 +302,7 @@ def _open_dist(directory: Path, model: _Model, value_head: bool | None, optimize
     rest = [key for key in checkpoint.objects if "_extra_state/" not in key and key != COMMON_KEY]
     unused.update({key: "state of one rank of the layout that wrote it" for key in rest})
     kept, iteration = _kept(checkpoint)
+    arguments = checkpoint.common().get("args")
     return Source(
         "torch_dist",
         directory,
@@ -314,6 +318,7 @@ def _open_dist(directory: Path, model: _Model, value_head: bool | None, optimize
         files=checkpoint.files(),
         kept=kept,
         iteration=iteration,
+        arguments=dict(vars(arguments)) if isinstance(arguments, argparse.Namespace) else {},
     )
 
 
@@ -401,6 +406,7 @@ def _open_legacy(directory: Path, model: _Model, value_head: bool | None) -> Sou
         layout=layout,
         files=[shard.path for shard in shards.values()],
         iteration=first.iteration,
+        arguments=first.arguments,
     )
 
 

@@ -1,0 +1,159 @@
+"""The commands of tools/convert on a tiny model: what they write, print and answer with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.models.registry import load_spec
+from megarl.models.tiny import tiny_config, write_tiny
+from megarl.weights.conversion.compare import argument_differences, option_differences
+from megarl.weights.conversion.logits import compare_layers
+from megarl.weights.conversion.sources import open_source
+from megarl.weights.files.safetensors_writer import write_hf
+from megarl.weights.files.torch_dist import chunk_array, read_torch_dist
+from megarl.weights.layout import canonical_shapes
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOLS = ROOT / "tools/convert"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def tool(name: str, *arguments: Any, expected: int = 0) -> str:
+    words = [sys.executable, str(TOOLS / name), *map(str, arguments)]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == expected, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def make_model(directory: Path, family: str = "qwen2", **options: Any) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
+    write_tiny(directory / "description", tiny_config(family, **(sizes | options)))
+    shapes = canonical_shapes(load_spec(directory / "description"))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    table = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_hf(directory / "hf", tensors.items(), table, copy_from=directory / "description")
+    return directory / "hf"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory, model) -> Path:
+    target = tmp_path_factory.mktemp("dist") / "dist"
+    text = tool("hf_to_megatron.py", model, target, "--tp", 2, "--pp", 3, "--no-fsync")
+    assert "digest" in text and "tensors" in text
+    return target
+
+
+def test_there_and_back_is_the_same_file(tmp_path, model, dist):
+    tool("megatron_to_hf.py", dist, tmp_path / "hf", "--no-fsync", "--workers", 1, "--max-memory", "300K")
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (model / name).read_bytes()
+    receipt = json.loads((tmp_path / "hf/conversion_manifest.json").read_text())
+    assert receipt["source"]["digest"] == receipt["target"]["digest"]
+    assert receipt["source"]["format"] == "torch_dist" and set(receipt["versions"]) == {"megarl", "numpy", "python"}
+    assert {"name": "embedding.word_embeddings.weight@192,0", "reason": "padding", "elements": 7872} in receipt[
+        "dropped"
+    ]
+
+
+def test_through_another_layout_another_format_and_another_dtype(tmp_path, model, dist):
+    tool("reshard.py", dist, tmp_path / "wide", "--pp", 3, "--dtype", "bf16", "--no-fsync", "--naming", "local")
+    tool("reshard.py", tmp_path / "wide", tmp_path / "legacy", "--format", "legacy", "--tp", 2, "--pp", 3, "--no-fsync")
+    assert (tmp_path / "legacy/release/mp_rank_01_002/model_optim_rng.pt").exists()
+    content = torch.load(tmp_path / "legacy/release/mp_rank_00_000/model_optim_rng.pt", weights_only=False)
+    assert content["checkpoint_version"] == 3.0 and content["args"].num_query_groups == 2
+    tool("megatron_to_hf.py", tmp_path / "legacy", tmp_path / "hf", "--no-fsync")
+    from safetensors.torch import load_file
+
+    wide, narrow = load_file(model / "model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
+    assert all(torch.equal(narrow[name], tensor.bfloat16()) for name, tensor in wide.items())
+    text = tool("diff.py", tmp_path / "hf", model, expected=1)
+    assert "0 tensors are equal" in text and "model.norm.weight: BF16 and F32" in text
+    assert "tensors are equal, 0 differences" in tool("diff.py", tmp_path / "hf", tmp_path / "legacy")
+
+
+def test_where_a_tensor_lives(model, dist):
+    text = tool("inspect.py", dist)
+    assert "torch_dist" in text and "decoder.layers.mlp.linear_fc1.weight  F32 [3, 192, 64]  12 chunks" in text
+    assert "converted from" in text
+    name = "model.layers.2.self_attn.v_proj.weight"
+    text = tool("inspect.py", dist, "--tensor", name)
+    tensor = read_torch_dist(dist).tensors["decoder.layers.self_attention.linear_qkv.weight"]
+    chunk = next(chunk for chunk in tensor.chunks if chunk.box[:2] == ((2, 3), (64, 128)))
+    begin = chunk_array(chunk, tensor).begin + 48 * 64 * 4
+    assert f"[16:32, 0:64]  {chunk.path.name} at byte {begin}, in" in text
+    text = tool("inspect.py", model, "--tensor", name, "--tp", 2, "--pp", 3)
+    assert "stage 2 tp 1 rank 5: decoder.layers.0.self_attention.linear_qkv.weight[48:64, 0:64]" in text
+    assert "no tensor is called nothing" in tool("inspect.py", model, "--tensor", "nothing", expected=8)
+    assert "model.embed_tokens.weight  F32 [261, 64]  model.safetensors at" in tool("inspect.py", model)
+
+
+def test_verify_says_what_holds_and_what_does_not(tmp_path, model, dist):
+    text = tool("verify.py", dist, "--against", model, "--logits")
+    assert text.count(" yes ") == 6 and "NO" not in text
+    copy = make_model(tmp_path)
+    tool("hf_to_megatron.py", copy, tmp_path / "dist", "--no-fsync")
+    tensor = read_torch_dist(tmp_path / "dist").tensors["decoder.layers.mlp.linear_fc1.weight"]
+    array = chunk_array(next(chunk for chunk in tensor.chunks if chunk.box[0] == (1, 2)), tensor)
+    rows = np.memmap(array.path, np.float32, "r+", array.begin, (96, 64))
+    rows[:] = rows[::-1].copy()
+    rows.flush()
+    text = tool("verify.py", tmp_path / "dist", "--against", model, "--logits", expected=8)
+    assert "receipt        NO  model.layers.1.mlp.gate_proj.weight has checksum" in text
+    assert "bits           NO  model.layers.1.mlp.gate_proj.weight: other values" in text
+    assert "logits         NO  layer 1 is the first that diverges" in text
+    assert "give --against" in tool("verify.py", model, expected=8)
+
+
+def test_options_that_no_tensor_shows_are_compared(tmp_path, model):
+    spec = load_spec(model)
+    changed = json.loads((model / "config.json").read_text())
+    changed["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
+    changed["rms_norm_eps"] = 1e-5
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    differences = option_differences(spec, load_spec(tmp_path))
+    assert differences == ["rms_norm_eps: 1e-06 and 1e-05", "rope_theta: 10000.0 and 500000.0"]
+    assert argument_differences(spec, {"rotary_base": 10000, "num_layers": 3, "norm_epsilon": 1e-6}) == []
+    arguments = {"rotary_base": 5000, "untie_embeddings_and_output_weights": True, "rotary_interleaved": True}
+    assert len(argument_differences(spec, arguments)) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3}),
+        pytest.param("mistral", {}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
+        ("qwen3", {"head_dim": 24}),
+    ],
+)
+def test_the_forward_pass_from_the_files_is_transformers(tmp_path, family, options):
+    directory = make_model(tmp_path, family, **options)
+    tool("hf_to_megatron.py", directory, tmp_path / "dist", "--tp", 2, "--no-fsync")
+    legacy = ("--format", "legacy", "--tp", 2, "--pp", 3, "--naming", "local", "--no-fsync")
+    tool("hf_to_megatron.py", directory, tmp_path / "legacy", *legacy)
+    for kind in ("dist", "legacy"):
+        found = list(compare_layers(open_source(tmp_path / kind), directory, [3, 250, 17, 90, 4, 260, 77]))
+        assert [entry.layer for entry in found] == ["embedding", "layer 0", "layer 1", "layer 2", "logits"]
+        assert max(entry.relative for entry in found) < 1e-5
