@@ -128,6 +128,8 @@ def _check_plan(plan: Plan) -> Proof:
             continue
         into.setdefault((destination, destination_region), []).append(box)
         out.setdefault((source, source_region), set()).add(box)
+    for rank, regions in plan.sources.items():
+        problems += _rank_problems(f"source rank {rank}", rank, regions, {})
     padding: dict[tuple[int, str], int] = {}
     for rank, regions in plan.destinations.items():
         for index, region in enumerate(regions):

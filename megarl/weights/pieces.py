@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.errors import LayoutError
 from megarl.weights.check import check_names
 from megarl.weights.layout import parameter_shapes
+from megarl.weights.plan import holders
 from megarl.weights.region import Region
 
 
@@ -67,6 +68,40 @@ def fill(regions: Sequence[Region], params: Mapping[str, Tensor], source: Callab
     for region in regions:
         if region.numel:
             region_view(region, params[region.local_name]).copy_(source(region))
+
+
+def check_replicas(
+    sources: Mapping[int, Sequence[Region]], params: Mapping[int, Mapping[str, Tensor]], *, most: int = 20
+) -> None:
+    """Compares what several ranks hold of one box bit for bit: of unequal replicas none may stand for the others.
+
+    Args:
+        sources: the regions of each rank.
+        params: the parameters of each rank by Megatron's name.
+        most: how many are named.
+
+    Raises:
+        LayoutError: naming the tensors, boxes and ranks that differ from the first holder.
+    """
+    problems: list[str] = []
+    for name, boxes in holders(sources).items():
+        for box, held in boxes.items():
+            first, *others = (
+                (rank, region_view(region, params[rank][region.local_name]))
+                for rank, region in ((rank, sources[rank][index]) for rank, index in held)
+            )
+            for rank, view in others:
+                if not _equal_bits(first[1], view):
+                    problems.append(f"{name} {box} on rank {rank} differs from rank {first[0]}")
+    if problems:
+        more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+        raise LayoutError("replicas are unequal: " + "; ".join(problems[:most]) + more)
+
+
+def _equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Like ``torch.equal``, for which NaN differs from itself and both zeros are one."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return one.dtype == other.dtype and torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
 
 
 def assemble(parts: Iterable[tuple[Region, Tensor]], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -34,6 +34,13 @@ _SHOWN = 20
 PADDING, REPLICA, TIED = "padding", "replica", "tied copy"
 
 
+Holder = tuple[int, int]
+"""Rank and index of one of its regions."""
+
+Held = dict[str, dict[Box, list[Holder]]]
+"""Holders by tensor and box."""
+
+
 class Copy(NamedTuple):
     """One box of one canonical tensor, from the rank that sends it to the rank that needs it.
 
@@ -186,10 +193,6 @@ def loading_order(name: str) -> tuple[tuple[bool, int, str], ...]:
     return tuple((part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[._]", name))
 
 
-Holder = tuple[int, int]
-"""Rank and index of one of its regions."""
-
-
 class _Request(NamedTuple):
     """A copy without its sender, and who could send it, in order of rank."""
 
@@ -200,7 +203,17 @@ class _Request(NamedTuple):
     destination_region: int
 
 
-Held = dict[str, dict[Box, list[Holder]]]
+def holders(sources: Mapping[int, Sequence[Region]]) -> Held:
+    """Who holds each distinct box of each tensor, in order of rank; more than one are replicas.
+
+    Raises:
+        PlanError: listing tensors of two shapes.
+    """
+    problems: list[str] = []
+    held, _ = _held(sources, problems)
+    if problems:
+        raise PlanError("the ranks disagree about tensors: " + "; ".join(problems[:_SHOWN]))
+    return held
 
 
 def _held(sources: Mapping[int, Sequence[Region]], problems: list[str]) -> tuple[Held, dict[str, tuple[int, ...]]]:

@@ -12,6 +12,7 @@ from megarl.weights.check import check_plan
 from megarl.weights.layout import megatron_regions, parameter_shapes
 from megarl.weights.pieces import assemble, fill, pieces, region_view
 from megarl.weights.plan import plan
+from megarl.weights.plan_json import from_json, to_json
 from tests.property.layouts import layouts_for, models_and_layouts, random_model
 
 
@@ -67,6 +68,15 @@ def test_a_plan_carries_a_model_from_layout_to_layout_bit_for_bit(case):
     assert proof.num_elements + sum(proof.padding.values()) == sum(elements.values())
     assert sum(len(made.sends(rank)) for rank in sources) == len(made.copies)
     assert sum(len(made.receives(rank)) for rank in destinations) == len(made.copies)
+
+
+@pytest.mark.slow
+@settings(max_examples=4000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=models_and_two_layouts())
+def test_thousands_of_pairs_of_layouts_are_planned_completely(case):
+    made = plan(*both_sides(case))
+    proof = check_plan(made)
+    assert proof.num_elements == sum(r.numel for regions in made.destinations.values() for r in regions)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -131,6 +141,13 @@ def test_the_plan_and_its_digest_depend_on_nothing_but_the_regions(case):
     made = plan(sources, destinations)
     backwards = plan(dict(reversed(sources.items())), dict(reversed(destinations.items())))
     assert (made.copies, made.dropped, made.digest) == (backwards.copies, backwards.dropped, backwards.digest)
+    read = from_json(to_json(made))
+    assert (read.sources, read.destinations, read.copies, read.dropped) == (
+        made.sources,
+        made.destinations,
+        made.copies,
+        made.dropped,
+    )
     rank = min(rank for rank, regions in destinations.items() if regions)
     moved = [replace(region, local_name=region.local_name + "x") for region in destinations[rank]]
     assert plan(sources, {**destinations, rank: moved}).digest != made.digest
