@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megarl.config.schema import TrainConfig
 from megarl.models import load_spec
@@ -115,6 +115,8 @@ def plan_sync(
     engine_hosts: Sequence[str],
     bandwidth: float = 50e9,
     local_bandwidth: float = 150e9,
+    degrees: Mapping[str, int | str | None] | None = None,
+    expert_parallel: bool = False,
 ) -> SyncPlan:
     """Plans and proves an update of a run's engines.
 
@@ -124,6 +126,8 @@ def plan_sync(
         engine_hosts: host of each engine rank, engine by engine.
         bandwidth: bytes a second of each rank between hosts, each way (a 400 Gb/s card each by default).
         local_bandwidth: the same inside a host.
+        degrees: the actor's ``ep``, ``etp``, ``vpp`` and ``pipeline``, which a run's configuration has not yet.
+        expert_parallel: the engines deal experts out whole.
 
     Raises:
         ModelError: the model's configuration cannot be read or represented.
@@ -131,14 +135,16 @@ def plan_sync(
         PlanError: the plan is not complete, which is a defect of megarl.
     """
     spec = load_spec(config.model.path)
-    layout = grid(config.actor.layout)
+    layout = replace(grid(config.actor.layout), **(degrees if degrees is not None else {}))  # type: ignore[arg-type]
     naming = "te" if config.cluster.device == "cuda" else "local"
     with collector_paused():
         sources = {
             rank: megatron_regions(spec, layout, layout.coordinate(rank), naming=naming)
             for rank in range(layout.world_size)
         }
-        destinations = engine_replicas(spec, replicas=config.rollout.replicas, tp=config.rollout.tp)
+        destinations = engine_replicas(
+            spec, replicas=config.rollout.replicas, tp=config.rollout.tp, expert_parallel=expert_parallel
+        )
         source_hosts, destination_hosts = dict(enumerate(actor_hosts)), dict(enumerate(engine_hosts))
         made = plan(sources, destinations, source_hosts=source_hosts, destination_hosts=destination_hosts)
         proof = check_plan(made)
