@@ -20,9 +20,8 @@ from megarl.controller.workers import enter_worker
 from megarl.errors import RolloutError
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sampling import Sampling
-from megarl.weights.manifest import Manifest
-from megarl.weights.sync import ReceiverReport
-from megarl.weights.transport.group import Address
+from megarl.weights.region import Shape
+from megarl.weights.sync import InFlight, RankConnection, RankLayout, ReceiverReport
 
 logger = logging.getLogger(__name__)
 
@@ -114,20 +113,19 @@ class RolloutWorker:
         """``n`` samples of every request."""
         return await self._engine.generate(requests, sampling, n)
 
-    async def connect(
-        self,
-        addresses: Mapping[int, Address],
-        manifest: Manifest,
-        first_rank: int,
-        num_receivers: int,
-        timeout_s: float,
-    ) -> None:
-        """Join the groups of all senders."""
-        await self._engine.connect(addresses, manifest, first_rank, num_receivers, timeout_s)
+    async def layout(self, shapes: Mapping[str, Shape]) -> Sequence[RankLayout]:
+        """Where its ranks want which parts of the model."""
+        return await self._engine.layout(shapes)
 
-    async def receive(self, version: int, timeout_s: float, digest: str, with_checksums: bool) -> ReceiverReport:
-        """Load what the senders send."""
-        return await self._engine.receive(version, timeout_s, digest, with_checksums)
+    async def connect(self, connections: Sequence[RankConnection]) -> None:
+        """Connect its ranks to the senders."""
+        await self._engine.connect(connections)
+
+    async def receive(
+        self, version: int, timeout_s: float, digest: str, with_checksums: bool, in_flight: InFlight
+    ) -> ReceiverReport:
+        """Take what the senders send."""
+        return await self._engine.receive(version, timeout_s, digest, with_checksums, in_flight)
 
     async def commit(self, version: int) -> None:
         """Put the received weights in force."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from megarl.config.schema.roles import RolloutConfig, SyncConfig
 from megarl.controller.dispatch import Member, Watch, WorkerGroup
 from megarl.observability.metrics import Last, Metrics
-from megarl.weights.sync import Call, SyncSession
+from megarl.weights.schedule import HOST, WIRE
+from megarl.weights.sync import Call, SyncOptions, SyncSession
 
 # The protocol ends an update at its time-out by itself and says which rank was waiting for what; the driver waits
 # longer, so that its own, less telling time-out comes second.
@@ -85,10 +86,13 @@ class WeightPublisher:
             self._invoke,
             hosts=actor.host(),
             ranks_per_receiver=rollout.tp,
-            dtype=rollout.dtype,
-            bucket_bytes=config.bucket_mib * MIB,
-            timeout_s=config.timeout_s,
-            verify=config.verify == "checksum",
+            options=SyncOptions(
+                bucket_bytes=config.bucket_mib * MIB,
+                timeout_s=config.timeout_s,
+                verify=config.verify == "checksum",
+                transport=config.transport,
+                in_flight=config.in_flight,
+            ),
         )
         self._last: Metrics = {}
 
@@ -104,8 +108,14 @@ class WeightPublisher:
         self._last = {
             "weight_sync/bytes": Last(report.num_bytes),
             "weight_sync/send_s": Last(report.send_seconds),
+            "weight_sync/load_s": Last(report.load_seconds),
             "weight_sync/total_s": Last(report.seconds),
         }
+        if (chosen := self._session.schedule) is not None:
+            self._last |= {
+                "weight_sync/host_links": Last(chosen.num_links(HOST)),
+                "weight_sync/network_links": Last(chosen.num_links(WIRE)),
+            }
         return version
 
     def metrics(self) -> Metrics:

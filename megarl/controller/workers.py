@@ -26,10 +26,8 @@ from megarl.observability.logs import set_up_logging
 from megarl.observability.metrics import Metrics
 from megarl.parallel.grid import ParallelLayout
 from megarl.train.engine import PolicyUpdate, ValueUpdate
-from megarl.weights.manifest import Manifest
-from megarl.weights.region import Region
-from megarl.weights.sync import SenderReport, WeightSender
-from megarl.weights.transport.group import Address
+from megarl.weights.schedule import Program
+from megarl.weights.sender import Door, Membership, Offer, SenderReport, WeightSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ class TrainWorker:
     @dispatch()
     def start(self, address: tuple[str, int]) -> None:
         """Join the role's process group and build the model."""
-        from megarl.platform.device import get_device
+        from megarl.platform.device import get_device, memory_sharing
         from megarl.train.megatron import bootstrap
         from megarl.train.megatron.engine import MegatronEngine
 
@@ -167,7 +165,12 @@ class TrainWorker:
             else None
         )
         self._sender = WeightSender(
-            self.rank, self.engine.pieces, backend="nccl" if plan.device == "cuda" else "gloo", role=plan.role
+            self.rank,
+            self.engine.regions,
+            self.engine.parameters,
+            device=device.torch_device,
+            sharing=memory_sharing(device.torch_device),
+            role=plan.role,
         )
 
     # -- passes ------------------------------------------------------------------------------------------------------
@@ -242,23 +245,23 @@ class TrainWorker:
     # -- the sending end of a weight update (weights/sync.py) ----------------------------------------------------------
 
     @dispatch()
-    def offer(self) -> list[Region]:
-        """What this rank would send."""
+    def offer(self) -> Offer:
+        """What this rank could send."""
         return self._sender.offer()
 
     @dispatch()
-    def open(self, host: str) -> Address:
+    def open(self, host: str, program: Program, hosts_board: bool, on_device: bool) -> Door:
         """Where engines meet this rank."""
-        return self._sender.open(host)
+        return self._sender.open(host, program, hosts_board, on_device)
 
     @dispatch()
-    def connect(self, manifest: Manifest, num_receivers: int, timeout_s: float) -> None:
-        """Wait for all engines."""
-        self._sender.connect(manifest, num_receivers, timeout_s)
+    def connect(self, membership: Membership) -> None:
+        """Meet all engine ranks it sends to."""
+        self._sender.connect(membership)
 
     @dispatch()
     def send(self, version: int, timeout_s: float, digest: str, with_checksums: bool) -> SenderReport:
-        """Broadcast this rank's part."""
+        """Send this rank's part."""
         return self._sender.send(version, timeout_s, digest, with_checksums)
 
     # -- state -------------------------------------------------------------------------------------------------------

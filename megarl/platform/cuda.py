@@ -8,16 +8,21 @@ Invariants:
 
 from __future__ import annotations
 
+import pickle
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.errors import SetupError
 from megarl.platform import env
 from megarl.platform.device import LayerImplementation, MemoryUse
 from megarl.platform.packages import has_transformer_engine, import_megatron
+
+# Place of the device's index among the arguments of ``rebuild_cuda_tensor``.
+_DEVICE_ARGUMENT = 6
 
 
 class CudaDevice:
@@ -102,3 +107,29 @@ class CudaDevice:
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(state["host"].cpu())
         torch.cuda.set_rng_state(state["device"].cpu(), self.torch_device)
+
+
+class CudaMemorySharing:
+    """CUDA IPC between processes on one GPU (``platform.device.MemorySharing``).
+
+    A handle opens on the GPU its memory is on, which need not have the same index in both processes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.device_id = str(torch.cuda.get_device_properties(device).uuid)
+
+    def export(self, buffer: torch.Tensor) -> bytes:
+        """A handle of a buffer, for one process; the buffer must outlive its use there."""
+        _, arguments = reduce_tensor(buffer)
+        return pickle.dumps(arguments)
+
+    def attach(self, handle: bytes) -> torch.Tensor:
+        """The buffer behind a handle of a process of this user."""
+        arguments = list(pickle.loads(handle))
+        arguments[_DEVICE_ARGUMENT] = self._device.index
+        shared: torch.Tensor = rebuild_cuda_tensor(*arguments)
+        return shared
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)

@@ -89,6 +89,34 @@ class Device(Protocol):
         ...
 
 
+class MemorySharing(Protocol):
+    """How memory of one device is shown to another process that uses the device too."""
+
+    device_id: str
+    """Names the device on every machine."""
+
+    def export(self, buffer: torch.Tensor) -> bytes:
+        """A handle of a buffer, for one process."""
+        ...
+
+    def attach(self, handle: bytes) -> torch.Tensor:
+        """The buffer behind a handle, while the process that exported it keeps it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for what this process has queued on the device."""
+        ...
+
+
+def memory_sharing(device: torch.device) -> MemorySharing | None:
+    """Sharing of a device's memory; None for the CPU, whose memory is shared as files are."""
+    if device.type != "cuda":
+        return None
+    from megarl.platform.cuda import CudaMemorySharing
+
+    return CudaMemorySharing(device)
+
+
 def get_device(name: str) -> Device:
     """The device called ``cpu`` or ``cuda``. Raises SetupError for another name, or where CUDA is missing."""
     if name == "cpu":

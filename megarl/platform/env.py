@@ -50,6 +50,15 @@ def path(name: str, default: Path | None = None) -> Path | None:
     return default if value is None else Path(value).expanduser()
 
 
+def cache_directory() -> Path:
+    """Where megarl keeps what can be made again: ``MEGARL_CACHE``, else ``megarl`` in the user's cache directory."""
+    given = path("MEGARL_CACHE")
+    if given is not None:
+        return given
+    base = path("XDG_CACHE_HOME")
+    return (Path.home() / ".cache" if base is None else base) / "megarl"
+
+
 def with_prefix(prefix: str) -> dict[str, str]:
     """All variables whose name starts with ``prefix``, such as SLURM_."""
     return {name: value for name, value in os.environ.items() if name.startswith(prefix)}

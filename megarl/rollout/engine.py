@@ -1,7 +1,7 @@
 """What the controller asks of a rollout engine, whatever library samples.
 
-One engine is one replica of the policy. A weight update is ``connect`` (once per session), ``receive``, ``commit``;
-``megarl/weights/sync.py`` has the protocol.
+One engine is one replica of the policy. A weight update is ``layout`` and ``connect`` (once per session), ``receive``,
+``commit``; ``megarl/weights/sync.py`` has the protocol.
 
 Invariants:
 1. Token ids go in and come out; nothing is tokenized.
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megarl.rollout.sampling import Sampling
-from megarl.weights.manifest import Manifest
-from megarl.weights.sync import ReceiverReport
-from megarl.weights.transport.group import Address
+from megarl.weights.region import Shape
+from megarl.weights.sync import InFlight, RankConnection, RankLayout, ReceiverReport
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -91,19 +90,31 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def connect(
-        self,
-        addresses: Mapping[int, Address],
-        manifest: Manifest,
-        first_rank: int,
-        num_receivers: int,
-        timeout_s: float,
-    ) -> None:
-        """Join the groups of all senders, with receiver ranks from ``first_rank`` on. Raises SyncError."""
+    async def layout(self, shapes: Mapping[str, Shape]) -> Sequence[RankLayout]:
+        """What each tensor-parallel rank needs of tensors of these names and shapes. Raises SyncError."""
         ...
 
-    async def receive(self, version: int, timeout_s: float, digest: str, with_checksums: bool = True) -> ReceiverReport:
-        """Stop sampling and load what the senders send; not yet in force. Raises SyncError and stays refusing."""
+    async def connect(self, connections: Sequence[RankConnection]) -> None:
+        """Connect every rank to the senders. Raises SyncError."""
+        ...
+
+    async def receive(
+        self,
+        version: int,
+        timeout_s: float,
+        digest: str,
+        with_checksums: bool = True,
+        in_flight: InFlight = "finish",
+    ) -> ReceiverReport:
+        """Take what the senders send; not yet in force. Raises SyncError and stays refusing.
+
+        Args:
+            version: of the weights.
+            timeout_s: for all of it.
+            digest: of the plan that senders go by.
+            with_checksums: whether the report has checksums.
+            in_flight: samples under way ``finish`` before, ``abort``, or wait and ``continue`` under the new version.
+        """
         ...
 
     async def commit(self, version: int) -> None:

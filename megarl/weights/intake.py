@@ -1,102 +1,161 @@
-"""The receiving end of a transfer: buckets of all senders in, whole tensors out, round by round.
+"""The receiving end of a transfer: every box goes from its bucket straight to where the engine wants it.
 
 Invariants:
-1. A tensor handed out lies in memory of its own and stays as it is, whatever arrives later.
-2. Each sender's next bucket is under way while one is unpacked; two buffers a sender, used in turn.
+1. Beside what the engine holds there are at most two buckets, and none where the source is on the same machine.
+2. The next bucket from the network is under way while one is unpacked.
+3. Checksums are read back from where the values were written.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megarl.weights.manifest import Bucket, Manifest
-from megarl.weights.sync import piece_view
-from megarl.weights.transport.group import Address, Backend, Channel, byte_buffer
+from megarl.platform.device import MemorySharing
+from megarl.weights.checksum import MODULUS, copy_with_checksum
+from megarl.weights.region import Region
+from megarl.weights.schedule import HOST, WIRE, Bucket, Item, Program
+from megarl.weights.sender import Membership, agree, backend_of, item_view
+from megarl.weights.transport.board import Board, TransportError
+from megarl.weights.transport.host import Inlet
+from megarl.weights.transport.network import Network, Transfer
+
+
+class Target(Protocol):
+    """What an engine offers to write into."""
+
+    def place(self, region: Region) -> Tensor:
+        """The memory of a region, shaped like its box."""
+        ...
+
+    def written(self, region: Region) -> None:
+        """All of the region, which ``place`` gave, has its values."""
+        ...
 
 
 class Intake:
-    """One receiver's groups with all senders.
+    """One receiver's links to all senders.
 
     Args:
-        manifest: what comes, in every update of the session.
-        addresses: of the senders' stores, by rank.
-        rank: of this receiver in every group, from 1.
-        size: of the groups.
-        device: where tensors are wanted.
-        timeout_s: to join.
+        program: what comes, in every update of the session.
+        rank: of this receiver among the destinations.
+        who: how messages call it.
+        membership: of the session.
+        sockets: of senders on this machine, by their rank.
+        device: where the engine's memory is.
+        sharing: how device memory of other processes is attached to; None in host memory.
 
     Raises:
-        TransportError: a group did not come together.
+        TransportError: an end is not there or was given another plan.
     """
 
     def __init__(
         self,
-        manifest: Manifest,
-        addresses: Mapping[int, Address],
+        program: Program,
         rank: int,
-        size: int,
+        who: str,
+        membership: Membership,
+        sockets: Mapping[int, bytes],
         *,
-        device: torch.device | str,
-        timeout_s: float,
+        device: torch.device | str = "cpu",
+        sharing: MemorySharing | None = None,
     ) -> None:
-        self.manifest = manifest
+        self.program = program
         self.tensor: str | None = None
-        """The tensor being received or put together, for messages."""
-        self._device = torch.device(device)
-        self._buffers: dict[tuple[int, int], Tensor] = {}
-        self._channels: dict[int, Channel] = {}
-        backend: Backend = "nccl" if self._device.type == "cuda" else "gloo"
-        # In the order of the senders' ranks at every receiver, since joining waits for all members.
-        for sender, address in sorted(addresses.items()):
-            self._channels[sender] = Channel(address, rank, size, backend=backend, timeout_s=timeout_s)
+        """The tensor being received or written, for messages."""
+        self._inlets: dict[int, Inlet] = {}
+        self._network: Network | None = None
+        self._ranks = membership.network_ranks
+        timeout_s = membership.timeout_s
+        deadline = time.monotonic() + timeout_s
+        self._board = Board.join(membership.board, timeout_s)
+        try:
+            for source in program.peers(HOST, sends=False):
+                name = membership.names[source]
+                self._inlets[source] = Inlet(sockets[source], rank, name, self._board, sharing, timeout_s=timeout_s)
+            # Before the group is joined, which could not be left if another end failed meanwhile.
+            agree(self._board, program, rank, sends=False, deadline=deadline)
+            if membership.network_rank is not None:
+                self._network = Network(
+                    self._board,
+                    membership.network_rank,
+                    membership.network_size,
+                    backend=backend_of(torch.device(device)),
+                    timeout_s=max(1.0, deadline - time.monotonic()),
+                )
+        except TransportError as error:
+            if not error.from_peer:
+                self._board.fail(f"weight update failed on {who} in phase connect: {error.cause}")
+            self.close()
+            raise
+        self._remote = [bucket for bucket in program.buckets if bucket.kind == WIRE]
+        most = max((bucket.num_bytes for bucket in self._remote), default=0)
+        self._buffers = torch.empty(2, most, dtype=torch.uint8, device=device)
 
-    def rounds(self, deadline: float) -> Iterator[dict[str, Tensor]]:
-        """The whole tensors of each round.
+    def run(self, target: Target, *, deadline: float, with_checksums: bool = True) -> dict[str, int]:
+        """Take all buckets, and return this receiver's share of each tensor's checksum.
 
         Raises:
             TransportError: a sender failed, is gone, or was not done by ``deadline`` (of ``time.monotonic``).
         """
-        manifest, dtype = self.manifest, getattr(torch, self.manifest.dtype)
-        queues = {sender: enumerate(manifest.buckets_of(sender)) for sender in manifest.senders}
-        ahead = {sender: self._start(sender, queue) for sender, queue in queues.items()}
-        for item in manifest.rounds:
-            tensors = {
-                name: torch.empty(manifest.shapes[name], dtype=dtype, device=self._device) for name in item.tensors
-            }
-            for bucket in item.buckets:
-                self.tensor = bucket.pieces[0].tensor
-                work, buffer = ahead[bucket.sender]
-                self._channels[bucket.sender].wait(work, deadline=deadline)
-                ahead[bucket.sender] = self._start(bucket.sender, queues[bucket.sender])
-                for piece in bucket.pieces:
-                    self.tensor = piece.tensor
-                    place = tensors[piece.tensor][tuple(slice(*bounds) for bounds in piece.box)]
-                    place.copy_(piece_view(buffer, piece, dtype))
-            self.tensor = None
-            yield tensors
+        totals: dict[str, int] = {}
+        remote = iter(enumerate(self._remote))
+        ahead = self._start(remote)
+        for bucket in self.program.buckets:
+            self.tensor = bucket.items[0].region.tensor
+            if bucket.kind == HOST:
+                inlet = self._inlets[bucket.source]
+                inlet.wait(bucket.number, deadline=deadline)
+                buffer = inlet.buffers[bucket.slot]
+            else:
+                assert self._network is not None and ahead is not None
+                transfer, buffer = ahead
+                self._network.wait(transfer, deadline=deadline)
+                ahead = self._start(remote)
+            sums = []
+            for item in bucket.items:
+                self.tensor = item.region.tensor
+                sums.append(_unpack(item, buffer, target, with_checksums))
+            if bucket.kind == HOST:
+                self._inlets[bucket.source].release(bucket.number)
+            for item in bucket.items:
+                target.written(item.region)
+            if with_checksums:
+                for item, value in zip(bucket.items, torch.stack(sums).tolist(), strict=True):
+                    totals[item.region.tensor] = (totals.get(item.region.tensor, 0) + value) % MODULUS
+        self.tensor = None
+        return totals
 
     def fail(self, reason: str) -> None:
-        """Tell all senders, and through them all receivers, why this one gives up."""
-        for channel in self._channels.values():
-            channel.fail(reason)
+        """Tell all other ends why this one gives up."""
+        self._board.fail(reason)
 
     def close(self) -> None:
-        """Leave all groups."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels = {}
+        """Leave all links."""
+        for inlet in self._inlets.values():
+            inlet.close()
+        if self._network is not None:
+            self._network.close()
+        self._inlets, self._network = {}, None
 
-    def _start(self, sender: int, queue: Iterator[tuple[int, Bucket]]) -> tuple[Any, Tensor]:
-        """Begin to receive a sender's next bucket."""
-        index, bucket = next(queue, (0, None))
-        if bucket is None:
-            return None, torch.empty(0)
-        key = (sender, index % 2)
-        if key not in self._buffers or self._buffers[key].numel() < bucket.num_bytes:
-            self._buffers[key] = byte_buffer(bucket.num_bytes, self._device)
-        buffer = self._buffers[key][: bucket.num_bytes]
-        return self._channels[sender].broadcast(buffer), buffer
+    def _start(self, remote: Iterator[tuple[int, Bucket]]) -> tuple[Transfer, Tensor] | None:
+        """Begin to receive the next bucket from the network."""
+        following = next(remote, None)
+        if following is None:
+            return None
+        index, bucket = following
+        assert self._network is not None
+        buffer = self._buffers[index % 2, : bucket.num_bytes]
+        return self._network.receive(buffer, self._ranks[bucket.source], bucket.number), buffer
+
+
+@torch.no_grad()
+def _unpack(item: Item, buffer: Tensor, target: Target, with_checksums: bool) -> Tensor:
+    place = target.place(item.region)
+    if with_checksums:
+        return copy_with_checksum(place, item_view(buffer, item), item.region.box)
+    return place.copy_(item_view(buffer, item))

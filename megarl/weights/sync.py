@@ -1,59 +1,84 @@
 """A weight update from trainer ranks to engines: prepare, transfer, verify, commit.
 
 ``SyncSession.publish`` is the protocol; it runs on the driver and calls both ends by method name, through a function
-that knows how to reach them. ``WeightSender`` is the trainer's end, ``intake.py`` and ``rollout/vllm/weights.py`` the
+that knows how to reach them. ``sender.py`` is the trainer's end, ``intake.py`` and ``rollout/vllm/weights.py`` the
 engine's.
 
-    sender:   offer() -> regions        open() -> address    connect(manifest, ...)    send(version, ...) -> report
-    receiver: connect(addresses, ...)   receive(version, ...) -> report   commit(version)   poison(reason)
+    sender:   offer() -> regions    open() -> door    connect(membership)     send(version, ...) -> report
+    receiver: layout(shapes) -> regions               connect(connection)     receive(version, ...) -> report
+              commit(version)    poison(reason)
 
 Invariants:
-1. One manifest is built on the driver and given to both ends; its digest is compared before the first byte moves.
+1. One plan is made on the driver, proved complete, and cut into what each end does; the two ends of every link compare
+   what they were given before the first byte moves.
 2. An update is committed on every receiver after the checksums of all agree, or its version is poisoned: the receivers
    refuse to sample, connections are made anew, and the next update is again a full one. That heals.
 3. An update ends within ``timeout_s`` and the time a failure needs to be reported, with rank, phase and, where there is
    one, the tensor named.
-4. dtype is converted by the sender; checksums cover what travels.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, Final, Literal
 
 from megarl.errors import MegarlError, SyncError
-from megarl.weights.checksum import add, checksum
-from megarl.weights.manifest import Manifest, Piece, build_manifest
-from megarl.weights.region import Box, Region
-from megarl.weights.transport.group import Address, Backend, Channel, TransportError, byte_buffer, open_store
+from megarl.weights.check import check_plan
+from megarl.weights.checksum import add
+from megarl.weights.failure import sync_failure
+from megarl.weights.plan import plan
+from megarl.weights.region import Region
+from megarl.weights.schedule import HOST, WIRE, LinkKind, Program, Schedule, schedule
+from megarl.weights.sender import Door, Membership, Offer, SenderReport
 
 logger = logging.getLogger(__name__)
 
-# Ranks that wait to be joined by one that failed to come learn of it by this only.
+# Ends that wait for one that fails to come learn of it by this only.
 _CONNECT_TIMEOUT_S = 60.0
+
+DIRECT: Final = "direct"
+
+Transport = Literal["auto", "network", "host"]
+InFlight = Literal["finish", "abort", "continue"]
 
 
 @dataclass(frozen=True, slots=True)
-class SenderReport:
-    """What one trainer rank sent.
+class RankLayout:
+    """What one tensor-parallel rank of an engine needs.
 
     Args:
-        rank: its rank in the role.
-        checksums: its share of each tensor's checksum; empty where checksums are off.
-        num_bytes: bytes broadcast.
-        seconds: from the call to the last byte.
+        regions: of its parameters.
+        dtypes: of the parameters, by local name.
+        machine: where it runs.
+        device_id: of its device; empty for the CPU.
+        way: ``direct`` if values are written where they belong, else why whole tensors go through the engine's loader.
     """
 
+    regions: tuple[Region, ...]
+    dtypes: Mapping[str, str]
+    machine: str
+    device_id: str
+    way: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankConnection:
+    """What one rank of an engine is told when it connects.
+
+    Args:
+        program: what it receives.
+        rank: its number among all destinations.
+        membership: how it meets the senders.
+        sockets: of the senders on its machine.
+    """
+
+    program: Program
     rank: int
-    checksums: Mapping[str, int]
-    num_bytes: int
-    seconds: float
+    membership: Membership
+    sockets: Mapping[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +87,7 @@ class ReceiverReport:
 
     Args:
         replica: the engine.
-        checksums: for each of its tensor-parallel ranks, the checksum of each whole tensor.
+        checksums: for each of its tensor-parallel ranks, its share of the checksum of each tensor.
         seconds: from the call until the engine holds the weights.
     """
 
@@ -73,12 +98,21 @@ class ReceiverReport:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A committed update."""
+    """A committed update.
+
+    Args:
+        version: in force now.
+        num_bytes: written into engines.
+        seconds: of the whole.
+        send_seconds: of the slowest sender.
+        load_seconds: of the slowest engine, from the call until it held the weights.
+    """
 
     version: int
     num_bytes: int
     seconds: float
     send_seconds: float
+    load_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,143 +129,36 @@ Invoke = Callable[[Sequence[Call], float], list[Any]]
 given, and the time a failure needs to be reported."""
 
 
-class WeightSender:
-    """The trainer's end, in the process that holds the parameters.
+@dataclass(frozen=True, slots=True)
+class SyncOptions:
+    """How updates are made.
 
     Args:
-        rank: of this process in its role.
-        pieces: regions this rank owns with views of its parameters; asked for anew in every update.
-        backend: gloo for parameters in host memory, nccl on devices.
-        role: for messages.
+        bucket_bytes: most bytes of a bucket; an end holds two.
+        timeout_s: of one update.
+        verify: compare checksums before the commit.
+        transport: ``auto`` shares memory inside a machine and uses the network else; the others allow one way only.
+        in_flight: what becomes of samples under way when an update begins.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        pieces: Callable[[], Iterable[tuple[Region, Tensor]]],
-        *,
-        backend: Backend = "gloo",
-        role: str = "actor",
-    ) -> None:
-        self.rank = rank
-        self.role = role
-        self._pieces = pieces
-        self._backend: Backend = backend
-        self._store: Any = None
-        self._channel: Channel | None = None
-        self._manifest: Manifest | None = None
-        self._buffers: list[Tensor] = []
-
-    def offer(self) -> list[Region]:
-        """The regions this rank would send; a rank that owns none takes no part."""
-        return [region for region, _ in self._pieces() if region.is_owner and region.numel]
-
-    def open(self, host: str) -> Address:
-        """Open the store at which receivers meet this sender, for a new session; the old one is dropped."""
-        self.close()
-        self._store = open_store(host)
-        return Address(host, self._store.port)
-
-    def connect(self, manifest: Manifest, num_receivers: int, timeout_s: float) -> None:
-        """Wait for all receivers. Raises SyncError."""
-        assert self._store is not None, "open comes first"
-        self._manifest = manifest
-        try:
-            self._channel = Channel(self._store, 0, 1 + num_receivers, backend=self._backend, timeout_s=timeout_s)
-        except TransportError as error:
-            raise self._failure("connect", None, error.cause) from error
-
-    def send(self, version: int, timeout_s: float, digest: str, with_checksums: bool = True) -> SenderReport:
-        """Broadcast all of this rank's buckets, packing one while the one before is under way.
-
-        Raises:
-            SyncError: naming the tensor being packed, or what another rank reported.
-        """
-        started = time.monotonic()
-        deadline = started + timeout_s
-        if self._channel is None or self._manifest is None or self._manifest.digest != digest:
-            raise self._failure("transfer", None, f"version {version} goes by another manifest than this rank has")
-        buckets = list(self._manifest.buckets_of(self.rank))
-        checksums: dict[str, int] = {}
-        sent: list[Any] = []
-        tensor: str | None = None
-        try:
-            views = {(region.tensor, region.box): view for region, view in self._pieces() if region.is_owner}
-            for index, bucket in enumerate(buckets):
-                if index >= 2:  # two buffers in turn: the one to be filled must have left
-                    self._channel.wait(sent[index - 2], deadline=deadline)
-                buffer = self._buffer(index % 2, bucket.num_bytes)
-                for piece in bucket.pieces:
-                    tensor = piece.tensor
-                    packed = self._pack(piece, views, buffer)
-                    if with_checksums:
-                        _accumulate(checksums, piece, packed)
-                tensor = bucket.pieces[0].tensor
-                sent.append(self._channel.broadcast(buffer))
-            for work in sent[-2:]:
-                self._channel.wait(work, deadline=deadline)
-        except TransportError as error:
-            failure = self._failure("transfer", tensor, error.cause, from_peer=error.from_peer)
-            self._abort(str(failure))
-            raise failure from error
-        except Exception as error:  # whatever it is, the others must not wait for the rest
-            failure = self._failure("transfer", tensor, f"{type(error).__name__}: {error}")
-            self._abort(str(failure))
-            raise failure from error
-        num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        return SenderReport(self.rank, checksums, num_bytes, time.monotonic() - started)
-
-    def close(self) -> None:
-        """Leave the session."""
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = self._store = None
-
-    def _buffer(self, slot: int, num_bytes: int) -> Tensor:
-        """A [num_bytes] part of one of the two send buffers, which grow once and stay: fresh memory is dear."""
-        if not self._buffers:
-            assert self._manifest is not None
-            most = max(bucket.num_bytes for bucket in self._manifest.buckets_of(self.rank))
-            device = next(view.device for _, view in self._pieces())
-            self._buffers = [byte_buffer(most, device) for _ in range(2)]
-        if self._buffers[slot].numel() < num_bytes:
-            self._buffers[slot] = byte_buffer(num_bytes, self._buffers[slot].device)
-        return self._buffers[slot][:num_bytes]
-
-    def _pack(self, piece: Piece, views: Mapping[tuple[str, Box], Tensor], buffer: Tensor) -> Tensor:
-        """Copy a piece into its place in the bucket, converting the dtype; returns that place shaped like the box."""
-        assert self._manifest is not None
-        place = piece_view(buffer, piece, getattr(torch, self._manifest.dtype))
-        view = views[piece.tensor, piece.box]
-        if view.shape != place.shape:  # copy_ would broadcast
-            raise RuntimeError(f"the parameter's view has shape {tuple(view.shape)}, the piece {piece.shape}")
-        place.copy_(view)
-        return place
-
-    def _abort(self, reason: str) -> None:
-        if self._channel is not None:
-            self._channel.fail(reason)
-        self.close()
-
-    def _failure(self, phase: str, tensor: str | None, cause: str, *, from_peer: bool = False) -> SyncError:
-        if from_peer:  # the peer's words name rank, phase and tensor already
-            return SyncError(cause)
-        return sync_failure(f"{self.role} rank {self.rank}", phase, tensor, cause)
+    bucket_bytes: int
+    timeout_s: float
+    verify: bool = True
+    transport: Transport = "auto"
+    in_flight: InFlight = "finish"
 
 
 class SyncSession:
     """Updates from one actor to all engines, seen by the driver.
 
     Args:
-        senders: trainer ranks, by what ``invoke`` can call; those that own nothing are left out later.
+        senders: trainer ranks, by what ``invoke`` can call.
         receivers: engines, likewise.
         invoke: makes calls on them.
         hosts: address of each sender's machine at which engines reach it.
         ranks_per_receiver: tensor-parallel ranks of an engine.
-        dtype: of the engines' weights.
-        bucket_bytes: most bytes of a bucket.
-        timeout_s: of one update.
-        verify: compare checksums before the commit.
+        options: how.
+        role: of the senders, for messages.
     """
 
     def __init__(
@@ -242,21 +169,25 @@ class SyncSession:
         *,
         hosts: Sequence[str],
         ranks_per_receiver: int,
-        dtype: str,
-        bucket_bytes: int,
-        timeout_s: float,
-        verify: bool = True,
+        options: SyncOptions,
+        role: str = "actor",
     ) -> None:
         self._senders, self._receivers, self._invoke = list(senders), list(receivers), invoke
         self._hosts = list(hosts)
         self._ranks_per_receiver = ranks_per_receiver
-        self._dtype, self._bucket_bytes = dtype, bucket_bytes
-        self._timeout_s, self._verify = timeout_s, verify
-        self._manifest: Manifest | None = None
+        self.options = options
+        self._role = role
+        self.schedule: Schedule | None = None
+        """Made in the first update."""
+        self._on_device: set[int] = set()
         self._is_connected = False
 
-    def publish(self, version: int) -> SyncReport:
+    def publish(self, version: int, check: Callable[[], None] | None = None) -> SyncReport:
         """Bring the actor's weights into every engine under ``version``; returns after every engine committed.
+
+        Args:
+            version: of the weights.
+            check: a further proof between transfer and commit, which raises if it fails.
 
         Raises:
             SyncError: the update failed or did not verify; no engine samples until a later one succeeds.
@@ -264,74 +195,179 @@ class SyncSession:
         """
         started = time.monotonic()
         try:
-            manifest = self._prepare()
-            sent, received = self._transfer(version, manifest)
-            if self._verify:
-                verify(manifest, sent, received, version)
-            self._invoke([Call(receiver, "commit", (version,)) for receiver in self._receivers], self._timeout_s)
+            chosen = self._prepare()
+            sent, received = self._transfer(version, chosen)
+            if self.options.verify:
+                verify(sent, received, self._ranks_per_receiver, version)
+            if check is not None:
+                check()
+            self._all(self._receivers, "commit", (version,))
         except MegarlError as error:
             self._is_connected = False
             self._poison(f"update to version {version} failed: {error.problem}")
             raise
         return SyncReport(
-            version, manifest.num_bytes, time.monotonic() - started, max(report.seconds for report in sent)
+            version,
+            chosen.num_bytes,
+            time.monotonic() - started,
+            max(report.seconds for report in sent),
+            max(report.seconds for report in received),
         )
 
-    def _prepare(self) -> Manifest:
-        """The manifest, made once, and connections, made anew after a failure."""
-        if self._manifest is None:
-            offers = self._invoke([Call(sender, "offer") for sender in self._senders], self._timeout_s)
-            self._manifest = build_manifest(dict(enumerate(offers)), dtype=self._dtype, bucket_bytes=self._bucket_bytes)
-        manifest = self._manifest
-        if not self._is_connected:
-            senders = [self._senders[rank] for rank in manifest.senders]
-            opened = self._invoke(
-                [Call(self._senders[rank], "open", (self._hosts[rank],)) for rank in manifest.senders], self._timeout_s
-            )
-            addresses = dict(zip(manifest.senders, opened, strict=True))
-            count = self._ranks_per_receiver
-            total = count * len(self._receivers)
-            timeout_s = min(self._timeout_s, _CONNECT_TIMEOUT_S)
-            calls = [Call(sender, "connect", (manifest, total, timeout_s)) for sender in senders]
-            calls += [
-                Call(receiver, "connect", (addresses, manifest, 1 + index * count, total, timeout_s))
-                for index, receiver in enumerate(self._receivers)
-            ]
-            self._invoke(calls, timeout_s)
-            self._is_connected = True
-        return manifest
+    def _all(self, targets: Sequence[Any], method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return self._invoke([Call(target, method, args) for target in targets], self.options.timeout_s)
 
-    def _transfer(self, version: int, manifest: Manifest) -> tuple[list[SenderReport], list[ReceiverReport]]:
-        calls = [
-            Call(self._senders[rank], "send", (version, self._timeout_s, manifest.digest, self._verify))
-            for rank in manifest.senders
-        ]
-        calls += [
-            Call(receiver, "receive", (version, self._timeout_s, manifest.digest, self._verify))
-            for receiver in self._receivers
-        ]
-        reports = self._invoke(calls, self._timeout_s)
-        return reports[: len(manifest.senders)], reports[len(manifest.senders) :]
+    def _prepare(self) -> Schedule:
+        """The plan, made once, and connections, made anew after a failure."""
+        if self.schedule is None:
+            self.schedule = self._planned()
+        if not self._is_connected:
+            self._connect(self.schedule)
+            self._is_connected = True
+        return self.schedule
+
+    def _planned(self) -> Schedule:
+        offers: list[Offer] = self._all(self._senders, "offer")
+        shapes = {region.tensor: region.tensor_shape for offer in offers for region in offer.regions}
+        engines: list[Sequence[RankLayout]] = self._all(self._receivers, "layout", (shapes,))
+        layouts = dict(enumerate(layout for engine in engines for layout in engine))
+        found = plan(
+            {rank: offer.regions for rank, offer in enumerate(offers)},
+            {rank: layout.regions for rank, layout in layouts.items()},
+            source_hosts={rank: offer.machine for rank, offer in enumerate(offers)},
+            destination_hosts={rank: layout.machine for rank, layout in layouts.items()},
+        )
+        check_plan(found)
+
+        # Two ranks on one device cannot be in one NCCL group: where roles share devices, memory joins a whole machine.
+        are_shared = bool({offer.device_id for offer in offers} & {layout.device_id for layout in layouts.values()})
+
+        def kind_of(source: int, destination: int) -> LinkKind:
+            offer, layout = offers[source], layouts[destination]
+            is_near = offer.machine == layout.machine and (are_shared or offer.device_id == layout.device_id)
+            return self._kind(source, destination, is_near)
+
+        chosen = schedule(
+            found,
+            {rank: layout.dtypes for rank, layout in layouts.items()},
+            kind_of,
+            bucket_bytes=self.options.bucket_bytes,
+        )
+        self._on_device = {
+            rank
+            for rank, program in chosen.senders.items()
+            if offers[rank].device_id
+            and all(layouts[to].device_id == offers[rank].device_id for to in program.peers(HOST, sends=True))
+        }
+        logger.info(
+            "weight updates: %.1f MB from %d trainer ranks to %d engine ranks, %d links inside machines and %d over "
+            "the network, plan %s",
+            chosen.num_bytes / 1e6,
+            len(chosen.senders),
+            len(chosen.receivers),
+            chosen.num_links(HOST),
+            chosen.num_links(WIRE),
+            found.digest,
+        )
+        for rank, layout in layouts.items():
+            if layout.way != DIRECT:
+                logger.warning("%s takes whole tensors through its loader: %s", self._receiver_name(rank), layout.way)
+        return chosen
+
+    def _kind(self, source: int, destination: int, is_near: bool) -> LinkKind:
+        transport = self.options.transport
+        if transport == "host" and not is_near:
+            raise SyncError(
+                f"{self._role} rank {source} and {self._receiver_name(destination)} share no memory",
+                where="sync.transport=host",
+                fix="use sync.transport=auto",
+            )
+        return HOST if is_near and transport != "network" else WIRE
+
+    def _connect(self, chosen: Schedule) -> None:
+        options, count = self.options, self._ranks_per_receiver
+        ranks = sorted(chosen.senders)
+        opened: list[Door] = self._invoke(
+            [
+                Call(
+                    self._senders[rank],
+                    "open",
+                    (self._hosts[rank], chosen.senders[rank], rank == ranks[0], rank in self._on_device),
+                )
+                for rank in ranks
+            ],
+            options.timeout_s,
+        )
+        doors = dict(zip(ranks, opened, strict=True))
+        memberships = self._memberships(chosen, doors, min(options.timeout_s, _CONNECT_TIMEOUT_S))
+        calls = [Call(self._senders[rank], "connect", (memberships[rank, True],)) for rank in ranks]
+        for index, receiver in enumerate(self._receivers):
+            connections = []
+            for rank in range(index * count, (index + 1) * count):
+                program = chosen.receivers.get(rank, Program(chosen.plan.digest, ()))
+                sources = program.peers(HOST, sends=False)
+                sockets = {source: name for source in sources if (name := doors[source].socket) is not None}
+                connections.append(RankConnection(program, rank, memberships[rank, False], sockets))
+            calls.append(Call(receiver, "connect", (connections,)))
+        self._invoke(calls, options.timeout_s)
+
+    def _memberships(
+        self, chosen: Schedule, doors: Mapping[int, Door], timeout_s: float
+    ) -> dict[tuple[int, bool], Membership]:
+        """Of every end, by (rank, whether it sends). The group of network links holds senders first."""
+        (board,) = [door.board for door in doors.values() if door.board is not None]
+        senders = [rank for rank, program in sorted(chosen.senders.items()) if program.peers(WIRE, sends=True)]
+        receivers = [rank for rank, program in sorted(chosen.receivers.items()) if program.peers(WIRE, sends=False)]
+        sender_places = {rank: place for place, rank in enumerate(senders)}
+        receiver_places = {rank: len(senders) + place for place, rank in enumerate(receivers)}
+        size = len(senders) + len(receivers)
+        found: dict[tuple[int, bool], Membership] = {}
+        for rank, program in chosen.senders.items():
+            peers = {*program.peers(HOST, sends=True), *program.peers(WIRE, sends=True)}
+            names = {peer: self._receiver_name(peer) for peer in peers}
+            place = sender_places.get(rank)
+            found[rank, True] = Membership(board, place, receiver_places, size, names, timeout_s)
+        for rank in range(self._ranks_per_receiver * len(self._receivers)):
+            names = {source: f"{self._role} rank {source}" for source in chosen.senders}
+            place = receiver_places.get(rank)
+            found[rank, False] = Membership(board, place, sender_places, size, names, timeout_s)
+        return found
+
+    def _transfer(self, version: int, chosen: Schedule) -> tuple[list[SenderReport], list[ReceiverReport]]:
+        options, digest = self.options, chosen.plan.digest
+        sending = (version, options.timeout_s, digest, options.verify)
+        calls = [Call(self._senders[rank], "send", sending) for rank in sorted(chosen.senders)]
+        receiving = (version, options.timeout_s, digest, options.verify, options.in_flight)
+        calls += [Call(receiver, "receive", receiving) for receiver in self._receivers]
+        reports = self._invoke(calls, options.timeout_s)
+        return reports[: len(chosen.senders)], reports[len(chosen.senders) :]
 
     def _poison(self, reason: str) -> None:
         """Best effort: an engine between ``receive`` and ``commit`` refuses to sample anyway."""
         for receiver in self._receivers:
             try:
-                self._invoke([Call(receiver, "poison", (reason,))], self._timeout_s)
+                self._all([receiver], "poison", (reason,))
             except MegarlError as error:
                 logger.warning("an engine could not be told that the update failed: %s", error)
 
+    def _receiver_name(self, rank: int) -> str:
+        return f"rollout replica {rank // self._ranks_per_receiver} rank {rank % self._ranks_per_receiver}"
 
-def verify(manifest: Manifest, sent: Sequence[SenderReport], received: Sequence[ReceiverReport], version: int) -> None:
-    """Compares what all senders sent together with what every engine rank holds.
+
+def verify(
+    sent: Sequence[SenderReport], received: Sequence[ReceiverReport], ranks_per_receiver: int, version: int
+) -> None:
+    """Compares what was sent to every engine rank with what it holds.
 
     Raises:
         SyncError: naming engine, rank and tensors.
     """
-    expected = add(dict(report.checksums) for report in sent)
-    for report in received:
+    for index, report in enumerate(received):
         for rank, checksums in enumerate(report.checksums):
-            wrong = [name for name in manifest.shapes if expected.get(name) != checksums.get(name)]
+            destination = index * ranks_per_receiver + rank
+            expected = add(dict(sender.checksums.get(destination, {})) for sender in sent)
+            wrong = [name for name in expected if expected[name] != checksums.get(name)]
+            wrong += [name for name in checksums if name not in expected]
             if wrong:
                 raise sync_failure(
                     f"rollout replica {report.replica} rank {rank}",
@@ -339,26 +375,3 @@ def verify(manifest: Manifest, sent: Sequence[SenderReport], received: Sequence[
                     ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
                     f"checksums of version {version} differ from the trainer's",
                 )
-
-
-def sync_failure(who: str, phase: str, tensor: str | None, cause: str) -> SyncError:
-    """The error every failed update ends in."""
-    at = "" if tensor is None else f" at {tensor}"
-    return SyncError(
-        f"weight update failed on {who} in phase {phase}{at}: {cause}",
-        fix="the logs of that rank have more; the next update starts from scratch",
-    )
-
-
-def piece_view(buffer: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """A piece's place in a bucket, shaped like its box."""
-    num_elements = 1
-    for size in piece.shape:
-        num_elements *= size
-    flat = buffer[piece.start : piece.start + num_elements * dtype.itemsize]
-    return flat.view(dtype).view(piece.shape)
-
-
-def _accumulate(checksums: dict[str, int], piece: Piece, packed: Tensor) -> None:
-    share = {piece.tensor: checksum(packed, piece.box)}
-    checksums.update(add([{piece.tensor: checksums.get(piece.tensor, 0)}, share]))

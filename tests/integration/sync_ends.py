@@ -18,9 +18,9 @@ from megarl.errors import MegarlError, SyncError
 from megarl.models import load_spec
 from megarl.parallel.grid import ParallelLayout
 from megarl.weights.layout import megatron_regions, parameter_shapes
-from megarl.weights.pieces import fill, pieces
-from megarl.weights.region import Region
-from megarl.weights.sync import Call, WeightSender
+from megarl.weights.pieces import fill
+from megarl.weights.sender import WeightSender
+from megarl.weights.sync import Call
 
 HOST = "127.0.0.1"
 
@@ -32,14 +32,14 @@ class TrainerRank:
         spec = load_spec(model_dir)
         self.regions = megatron_regions(spec, layout, layout.coordinate(rank))
         self.params = {name: torch.empty(shape) for name, shape in parameter_shapes(self.regions).items()}
-        self.sender = WeightSender(rank, self.pieces)
+        self.sender = WeightSender(rank, lambda: self.regions, self.parameters)
         self.fault: str | None = None
 
-    def pieces(self) -> list[tuple[Region, Tensor]]:
+    def parameters(self) -> Mapping[str, Tensor]:
         """What the sender sends; ``fault`` spoils it."""
         if self.fault == "raise":
             raise RuntimeError("the trainer lost its parameters")
-        return list(pieces(self.regions, self.params))
+        return self.params
 
     def load(self, path: Path) -> None:
         """Hold these weights."""

@@ -20,7 +20,7 @@ from megarl.parallel.grid import ParallelLayout
 from megarl.platform import env
 from megarl.rollout.engine import Completion, Request, WeightSpan
 from megarl.rollout.sampling import Sampling
-from megarl.weights.sync import SyncSession
+from megarl.weights.sync import SyncOptions, SyncSession, Transport
 from tests.integration.sync_ends import HOST, EngineOnLoop, LocalRank, Loop, TrainerProcess, invoke
 
 # vLLM's own, at import and at start; warnings of megarl stay errors.
@@ -100,16 +100,14 @@ def engine_tp2(make_engine: Callable[[int], EngineOnLoop]) -> EngineOnLoop:
     return make_engine(2)
 
 
-def session(engine: EngineOnLoop, senders: list[Any], tp: int, timeout_s: float = TIMEOUT_S) -> SyncSession:
+def session(engine: EngineOnLoop, senders: list[Any], tp: int, transport: Transport = "auto") -> SyncSession:
     return SyncSession(
         senders,
         [engine],
         invoke,
         hosts=[HOST] * len(senders),
         ranks_per_receiver=tp,
-        dtype="float32",
-        bucket_bytes=300_000,
-        timeout_s=timeout_s,
+        options=SyncOptions(bucket_bytes=300_000, timeout_s=TIMEOUT_S, transport=transport),
     )
 
 
@@ -142,11 +140,12 @@ def test_three_updates_from_one_rank_at_tp_1(tiny, model, engine_tp1):
         assert_greedy_equals(engine_tp1, model, version)
 
 
+@pytest.mark.parametrize("transport", ["host", "network"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_three_updates_from_two_ranks_with_shards(tiny, model, request, tp):
+def test_three_updates_from_two_ranks_with_shards(tiny, model, request, tp, transport):
     engine = request.getfixturevalue(f"engine_tp{tp}")
     trainers = [TrainerProcess(tiny, ParallelLayout(tp=2), rank) for rank in range(2)]
-    updates = session(engine, trainers, tp=tp)
+    updates = session(engine, trainers, tp=tp, transport=transport)
     try:
         for version in range(10, 13):
             model.draw(version)

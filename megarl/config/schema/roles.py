@@ -100,8 +100,14 @@ class SyncConfig(StrictModel):
     """Weight updates from the actor to the rollout engines."""
 
     bucket_mib: int = Field(512, ge=1)
-    """Bytes moved at once, in MiB; a tensor larger than a bucket travels alone."""
+    """Most bytes moved at once, in MiB. Every rank that sends or receives holds two buckets beside its weights."""
     verify: Literal["checksum", "off"] = "checksum"
     """Compare checksums of what was sent and what arrived before an update is committed."""
+    transport: Literal["auto", "network", "host"] = "auto"
+    """auto shares memory between trainer and engine ranks of one machine and uses gloo or NCCL else; network always
+    uses those; host refuses anything but shared memory."""
+    in_flight: Literal["finish", "abort", "continue"] = "finish"
+    """Samples under way when an update begins: wait until they finish, abort them, or freeze them and continue under
+    the new weights, each token with its version."""
     timeout_s: float = Field(600.0, gt=0)
     """An update that takes longer fails and poisons its version."""

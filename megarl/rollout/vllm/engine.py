@@ -33,9 +33,11 @@ from megarl.rollout.vllm.arguments import (
     sampling_params,
 )
 from megarl.rollout.vllm.liveness import Liveness
-from megarl.weights.manifest import Manifest
-from megarl.weights.sync import ReceiverReport, sync_failure
-from megarl.weights.transport.group import Address
+from megarl.rollout.vllm.weights import connect_info
+from megarl.weights.failure import sync_failure
+from megarl.weights.region import Shape
+from megarl.weights.schedule import region_of
+from megarl.weights.sync import InFlight, RankConnection, RankLayout, ReceiverReport
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ T = TypeVar("T")
 
 # Beyond the time-out that the ranks keep themselves, before they are taken for hung.
 _RPC_GRACE_S = 15.0
+# To trace the layout of a model of tens of thousands of tensors, with all ranks on one core.
+_LAYOUT_S = 300.0
 # How long to look for the process that died after vLLM said that the engine is dead.
 _DEATH_GRACE_S = 3.0
 # vLLM's own grace before it kills processes that end slowly.
@@ -63,6 +67,7 @@ class VllmEngine:
         replica: number of this engine, for messages.
         load: ``dummy`` leaves the weights to the first update, ``checkpoint`` reads the directory's as version 0.
         can_sleep: whether ``sleep`` is going to be used (CUDA).
+        may_write: write updates where they belong; False brings whole tensors through the model's own loader.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class VllmEngine:
         replica: int = 0,
         load: Literal["dummy", "checkpoint"] = "dummy",
         can_sleep: bool = False,
+        may_write: bool = True,
     ) -> None:
         self.replica = replica
         self.processes: dict[int, str] = {}
@@ -83,10 +89,12 @@ class VllmEngine:
         self._spec = load_spec(model_dir)
         self._config, self._device, self._load = config, device, load
         self._max_model_len = max_model_len
+        self._may_write = may_write
         self._arguments = {"model_dir": Path(model_dir), "seed": seed, "can_sleep": can_sleep}
         self._state: Literal["serving", "stale", "updating"] = "stale"
         self._reason = "no weights have been committed yet"
         self._received: int | None = None
+        self._is_paused = False
         self._num_running = 0
         self._num_calls = 0
 
@@ -173,32 +181,40 @@ class VllmEngine:
 
     # -- weight updates ----------------------------------------------------------------------------------------------
 
-    async def connect(
-        self,
-        addresses: Mapping[int, Address],
-        manifest: Manifest,
-        first_rank: int,
-        num_receivers: int,
-        timeout_s: float,
-    ) -> None:
+    async def layout(self, shapes: Mapping[str, Shape]) -> list[RankLayout]:
         """See ``RolloutEngine``."""
-        info = {
-            "manifest": manifest.to_json(),
-            "senders": [(sender, address.host, address.port) for sender, address in sorted(addresses.items())],
-            "size": 1 + num_receivers,
-            "timeout_s": timeout_s,
-        }
-        await self._ranks("megarl_connect", (info, first_rank, self.name), timeout_s, "connect")
+        listed = [(name, list(shape)) for name, shape in shapes.items()]
+        outcomes = await self._ranks("megarl_layout", (listed, self._may_write, self.name), _LAYOUT_S, "prepare")
+        return [
+            RankLayout(
+                tuple(region_of(fields) for fields in outcome["regions"]),
+                outcome["dtypes"],
+                outcome["machine"],
+                outcome["device_id"],
+                outcome["way"],
+            )
+            for outcome in outcomes
+        ]
 
-    async def receive(self, version: int, timeout_s: float, digest: str, with_checksums: bool = True) -> ReceiverReport:
+    async def connect(self, connections: Sequence[RankConnection]) -> None:
+        """See ``RolloutEngine``."""
+        timeout_s = max(connection.membership.timeout_s for connection in connections)
+        info = connect_info(connections, self.name)
+        await self._ranks("megarl_connect", (info, self.name), timeout_s, "connect")
+
+    async def receive(
+        self,
+        version: int,
+        timeout_s: float,
+        digest: str,
+        with_checksums: bool = True,
+        in_flight: InFlight = "finish",
+    ) -> ReceiverReport:
         """See ``RolloutEngine``."""
         started = time.monotonic()
         self._state, self._received = "updating", None
         self._reason = f"it is between weight versions {self.weight_version} and {version}"
-        while self._num_running:  # samples under way finish under the version they began with
-            if time.monotonic() - started > timeout_s:
-                raise sync_failure(self.name, "prepare", None, f"samples still under way after {timeout_s:.0f} s")
-            await asyncio.sleep(0.005)
+        await self._stop_sampling(in_flight, started + timeout_s)
         info = {"digest": digest, "timeout_s": timeout_s, "with_checksums": with_checksums}
         outcomes = await self._ranks("megarl_receive", (info, self.name), timeout_s, "transfer")
         self._received = version
@@ -215,6 +231,25 @@ class VllmEngine:
     async def poison(self, reason: str) -> None:
         """See ``RolloutEngine``."""
         self._state, self._reason, self._received = "stale", reason, None
+        if self._is_paused:  # samples that wait for the update would wait for ever
+            self._is_paused = False
+            await self._alive(self._llm.pause_generation(mode="abort"), "poison")
+            await self._alive(self._llm.resume_generation(), "poison")
+
+    async def _stop_sampling(self, in_flight: InFlight, deadline: float) -> None:
+        """End, wait for or freeze samples under way. New ones are refused since the update began."""
+        if in_flight == "continue" and self._num_running:
+            # Frozen samples keep their tokens; their keys and values are computed anew under the new weights.
+            await self._alive(self._llm.pause_generation(mode="keep", clear_cache=False), "prepare")
+            self._is_paused = True
+            return
+        if in_flight == "abort" and self._num_running:
+            await self._alive(self._llm.pause_generation(mode="abort"), "prepare")
+            await self._alive(self._llm.resume_generation(), "prepare")
+        while self._num_running:  # the others finish under the version they began with
+            if time.monotonic() > deadline:
+                raise sync_failure(self.name, "prepare", None, "samples are still under way")
+            await asyncio.sleep(0.005)
 
     async def sleep(self) -> None:
         """See ``RolloutEngine``. vLLM does nothing on the CPU, and neither does this."""
@@ -229,10 +264,14 @@ class VllmEngine:
 
     async def _serve(self, version: int) -> None:
         """Sample under ``version`` from now on; cached keys and values are those of other weights."""
-        if not await self._alive(self._llm.reset_prefix_cache(), "commit"):
+        reset = self._llm.reset_prefix_cache(reset_running_requests=self._is_paused)
+        if not await self._alive(reset, "commit"):
             raise sync_failure(self.name, "commit", None, "cached prompts of the previous weights are in use")
         await self._alive(self._llm.update_weight_version(str(version)), "commit")
         self.weight_version, self._state, self._reason = version, "serving", ""
+        if self._is_paused:
+            self._is_paused = False
+            await self._alive(self._llm.resume_generation(), "commit")
 
     async def _ranks(self, method: str, args: tuple[Any, ...], timeout_s: float, phase: str) -> list[dict[str, Any]]:
         """Calls a method of the worker extension on every rank. Raises SyncError for the first cause."""

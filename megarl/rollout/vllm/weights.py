@@ -1,71 +1,81 @@
 """The engine's end of a weight update, in every tensor-parallel rank: a vLLM weight-transfer backend named ``megarl``.
 
-Pieces arrive in buckets, are put together to whole tensors, and go through the model's own ``load_weights`` inside
-vLLM's layerwise reload, which cuts them for this rank and repacks them as after a fresh load.
+Where this rank's parts of all tensors belong is traced from the model's own loader (``trace.py``) and kept on disk
+(``layout_cache.py``). An update takes every part from its bucket to that place (``target.py``).
 
 Invariants:
-1. Every whole tensor lies in memory of its own: layerwise reload keeps references to the tensors of an unfinished
-   layer, and a buffer used again for the next bucket would give wrong weights without an error.
-2. A parameter that no tensor reached is an error, as it is in a fresh load.
-3. After a failure the layers hold usable tensors again (with mixed values), so that the next update can start; that
+1. A parameter that an update does not fill is an error, as it is in a fresh load.
+2. After a failure the layers hold usable tensors again (with mixed values), so that the next update can start; that
    they are not used until then is the engine's part.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
-from megarl.weights.checksum import checksum
+from megarl.platform.device import memory_sharing
+from megarl.rollout.vllm import layout_cache
+from megarl.rollout.vllm.target import DirectTarget, LoaderTarget
+from megarl.rollout.vllm.trace import Trace, UntraceableError, trace
 from megarl.weights.intake import Intake
-from megarl.weights.manifest import Manifest
-from megarl.weights.region import whole
-from megarl.weights.transport.group import Address
+from megarl.weights.region import Region, Shape, contiguous_strides, whole
+from megarl.weights.schedule import Program
+from megarl.weights.sender import Membership
+from megarl.weights.sync import DIRECT, RankConnection, RankLayout
+from megarl.weights.transport.board import Address, machine
 
 BACKEND = "megarl"
 
-
-class IncompleteError(RuntimeError):
-    """Weights of the model that the update did not bring."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class ConnectInfo(WeightTransferInitInfo):
-    """How this rank joins the senders' groups.
+    """How the ranks of this engine meet the senders: one entry of ``ranks`` for each, see ``connect_info``."""
 
-    Args:
-        manifest: of all updates of the session, as JSON.
-        senders: (rank, host, port) of each sender.
-        rank: of this process in every sender's group.
-        size: of the groups.
-        timeout_s: to join.
-    """
-
-    manifest: str = ""
-    senders: list[tuple[int, str, int]] = field(default_factory=list)
-    rank: int = 0
-    size: int = 0
-    timeout_s: float = 0.0
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    who: str = ""
 
 
 @dataclass
 class ReceiveInfo(WeightTransferUpdateInfo):
-    """One update. ``digest`` is that of the manifest the sender uses."""
+    """One update. ``digest`` is that of the plan the senders use."""
 
     digest: str = ""
     timeout_s: float = 0.0
     with_checksums: bool = True
+
+
+def connect_info(connections: Sequence[RankConnection], who: str) -> dict[str, Any]:
+    """``ConnectInfo`` as plain values, which is what vLLM passes on to its ranks."""
+    ranks = [
+        {
+            "program": connection.program.to_json(),
+            "rank": connection.rank,
+            "board": [connection.membership.board.host, connection.membership.board.port],
+            "network_rank": connection.membership.network_rank,
+            "network_ranks": list(connection.membership.network_ranks.items()),
+            "network_size": connection.membership.network_size,
+            "names": list(connection.membership.names.items()),
+            "timeout_s": connection.membership.timeout_s,
+            "sockets": [(source, name.hex()) for source, name in connection.sockets.items()],
+        }
+        for connection in connections
+    ]
+    return {"ranks": ranks, "who": who}
 
 
 class WeightReceiver(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
@@ -77,110 +87,120 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.phase = "connect"
-        self._tensor: str | None = None
         self.checksums: dict[str, int] = {}
         self._intake: Intake | None = None
-        self._missing: set[str] = set()
-        self._is_loading = False
+        self._layout: Trace | None = None
+        self._way = DIRECT
+        self._target: DirectTarget | LoaderTarget | None = None
+        self._sharing = memory_sharing(self.device)
 
     @property
     def tensor(self) -> str | None:
         """The tensor at hand."""
-        at_intake = None if self._intake is None else self._intake.tensor
-        return at_intake if self._tensor is None else self._tensor
+        return None if self._intake is None else self._intake.tensor
+
+    def layout(self, shapes: Mapping[str, Shape], may_write: bool = True) -> RankLayout:
+        """What this rank needs of checkpoint tensors of these shapes; whole tensors where ``may_write`` is false."""
+        self.phase = "prepare"
+        dtype = self.model_config.dtype
+        self._way = DIRECT if may_write else "so it was asked for"
+        if may_write:
+            try:
+                self._layout = self._traced(shapes, dtype)
+            except UntraceableError as error:
+                self._way = str(error)
+        if self._way != DIRECT:
+            self._layout = _whole_tensors(shapes, dtype)
+        assert self._layout is not None
+        device_id = "" if self._sharing is None else self._sharing.device_id
+        return RankLayout(tuple(self._layout.regions), self._layout.dtypes, machine(), device_id, self._way)
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Join the senders' groups, in the order of their ranks at every receiver."""
+        """Connect to all senders."""
         self.shutdown()
-        self.phase, self._tensor = "connect", None
+        self.phase = "connect"
+        rank = self.parallel_config.rank
+        told = init_info.ranks[rank]
+        membership = Membership(
+            Address(*told["board"]),
+            told["network_rank"],
+            dict(told["network_ranks"]),
+            told["network_size"],
+            dict(told["names"]),
+            told["timeout_s"],
+        )
         self._intake = Intake(
-            Manifest.from_json(init_info.manifest),
-            {sender: Address(host, port) for sender, host, port in init_info.senders},
-            init_info.rank,
-            init_info.size,
+            Program.from_json(told["program"]),
+            told["rank"],
+            f"{init_info.who} rank {rank}",
+            membership,
+            {source: bytes.fromhex(name) for source, name in told["sockets"]},
             device=self.device,
-            timeout_s=init_info.timeout_s,
+            sharing=self._sharing,
         )
 
     def start_weight_update(self) -> None:
-        """Take the layers' tensors out of use."""
-        self.phase, self._tensor = "prepare", None
-        for layer in self.model.modules():
-            # vLLM packs experts for the CPU only where no kernel exists yet; on a reload it would keep raw weights.
-            method = getattr(layer, "quant_method", None)
-            if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
-                method.moe_kernel = None
-        # Listed before the reload, which gives a tied head a parameter of its own.
-        self._missing = {name for name, _ in self.model.named_parameters()}
-        self._is_loading = True
-        initialize_layerwise_reload(self.model)
+        """Take the layers' tensors out of use, as far as they are not written in place."""
+        self.phase = "prepare"
+        if self._intake is None or self._layout is None:
+            raise RuntimeError("this rank has not connected to the senders")
+        if self._way == DIRECT:
+            self._target = DirectTarget(self.model, self.model_config, self._layout.regions, self.device)
+        else:
+            self._target = LoaderTarget(
+                self.model, self.model_config, self._layout.regions, self._layout.dtypes, self.device
+            )
+        self._target.begin()
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
-        """Take all rounds. Raises TransportError, or whatever the model's loader raises."""
+        """Take all buckets. Raises TransportError, or whatever writing raises."""
         self.phase, self.checksums = "transfer", {}
-        intake = self._intake
-        if intake is None or intake.manifest.digest != update_info.digest:
-            raise RuntimeError("the sender uses another manifest than this rank connected with")
-        for tensors in intake.rounds(time.monotonic() + update_info.timeout_s):
-            if update_info.with_checksums:
-                for self._tensor, tensor in tensors.items():
-                    self.checksums[self._tensor] = checksum(tensor, whole(tuple(tensor.shape)))
-            self.phase = "load"
-            # One call for all: some models look through their parameters on every call.
-            self._missing -= set(self.model.load_weights(self._named(tensors)) or ())
-            self.phase, self._tensor = "transfer", None
+        intake, target = self._intake, self._target
+        if intake is None or target is None or intake.program.plan_digest != update_info.digest:
+            raise RuntimeError("the senders go by another plan than this rank connected with")
+        deadline = time.monotonic() + update_info.timeout_s
+        self.checksums = intake.run(target, deadline=deadline, with_checksums=update_info.with_checksums)
 
     def finish_weight_update(self) -> None:
-        """Put what arrived in place of the layers' tensors."""
-        self.phase, self._tensor = "load", None
-        if self._missing:
-            raise IncompleteError("no tensor reached " + ", ".join(sorted(self._missing)[:10]))
-        finalize_layerwise_reload(self.model, self.model_config)
-        for layer in layers_with_shared_parameters(self.model):
-            # vLLM leaves a layer alone that no tensor reached, as a tied head: its parameter holds the new values, the
-            # copy packed for the CPU the old ones.
-            layer.quant_method.process_weights_after_loading(layer)
-        self._is_loading = False
+        """Bring everything into the form that the model computes with."""
+        self.phase = "load"
+        assert self._target is not None
+        self._target.finish()
+        self._target = None
 
     def abort(self, reason: str) -> None:
-        """Tell everybody, leave the groups, and give the layers tensors again."""
+        """Tell everybody, leave the links, and give the layers tensors again."""
         if self._intake is not None:
             self._intake.fail(reason)
         self.shutdown()
-        if self._is_loading:
-            restore_layers(self.model)
-            self._is_loading = False
+        if self._target is not None:
+            self._target.restore()
+            self._target = None
 
     def shutdown(self) -> None:
-        """Leave the groups."""
+        """Leave the links."""
         if self._intake is not None:
             self._intake.close()
         self._intake = None
 
-    def _named(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as a loader takes them, noting which one it has at hand."""
-        for self._tensor, tensor in tensors.items():
-            yield self._tensor, tensor
+    def _traced(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> Trace:
+        name = layout_cache.key(self.vllm_config, self.parallel_config.rank, shapes, dtype)
+        found = layout_cache.read(name, self.model)
+        if found is None:
+            started = time.monotonic()
+            with set_current_vllm_config(self.vllm_config):
+                found = trace(self.model, shapes, dtype)
+            logger.info("traced the layout of %d tensors in %.3f s", len(shapes), time.monotonic() - started)
+            layout_cache.write(name, found)
+        return found
 
 
-def layers_with_shared_parameters(model: nn.Module) -> list[Any]:
-    """Layers with a parameter that is also another layer's, such as a tied embedding and head."""
-    owners: dict[int, list[nn.Module]] = {}
-    for layer in model.modules():
-        for parameter in layer.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(layer)
-    shared = {id(layer): layer for layers in owners.values() if len(layers) > 1 for layer in layers}
-    return [layer for layer in shared.values() if hasattr(layer, "quant_method")]
-
-
-def restore_layers(model: nn.Module) -> None:
-    """Ends a layerwise reload that will not be finished: layers get the tensors they had before it."""
-    for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        if info.can_load() and info.kernel_tensors is not None:
-            layerwise._place_kernel_tensors(layer, info)
-        info.reset()
-    layerwise.LOADING_LAYERS.clear()
+def _whole_tensors(shapes: Mapping[str, Shape], dtype: torch.dtype) -> Trace:
+    """Every checkpoint tensor as a parameter of its own."""
+    regions = [
+        Region(name, shape, whole(shape), name, shape, 0, contiguous_strides(shape)) for name, shape in shapes.items()
+    ]
+    return Trace(regions, {name: str(dtype).removeprefix("torch.") for name in shapes})
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

@@ -12,7 +12,8 @@ from typing import Any
 
 from megarl.rollout.vllm import weights as weights  # registers the transfer backend before the model is built
 from megarl.rollout.vllm.weights import WeightReceiver
-from megarl.weights.transport.group import TransportError
+from megarl.weights.schedule import region_fields
+from megarl.weights.transport.board import TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +29,26 @@ class WorkerExtension:
         """Process id, and that of the process that schedules."""
         return os.getpid(), os.getppid()
 
-    def megarl_connect(self, info: dict[str, Any], first_rank: int, who: str) -> dict[str, Any]:
-        """Join the senders' groups as rank ``first_rank`` plus this worker's."""
+    def megarl_layout(self, shapes: list[tuple[str, list[int]]], may_write: bool, who: str) -> dict[str, Any]:
+        """Where this rank wants which parts of the checkpoint's tensors."""
         try:
-            self.init_weight_transfer_engine({**info, "rank": first_rank + self.rank})  # type: ignore[attr-defined]
+            found = self.weight_transfer_engine.layout({name: tuple(shape) for name, shape in shapes}, may_write)
         except Exception as error:  # the entry point of a process: see the module's docstring
+            return self._failed(error, who)
+        return {
+            "rank": self.rank,
+            "regions": [region_fields(region) for region in found.regions],
+            "dtypes": dict(found.dtypes),
+            "machine": found.machine,
+            "device_id": found.device_id,
+            "way": found.way,
+        }
+
+    def megarl_connect(self, info: dict[str, Any], who: str) -> dict[str, Any]:
+        """Connect to the senders."""
+        try:
+            self.init_weight_transfer_engine(info)  # type: ignore[attr-defined]
+        except Exception as error:
             return self._failed(error, who)
         return {"rank": self.rank}
 

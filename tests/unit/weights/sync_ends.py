@@ -1,4 +1,4 @@
-"""Both ends of an update in one process, each on a thread: real groups and stores, plain tensors instead of models."""
+"""Both ends of an update in one process, each on a thread: real links and boards, plain tensors instead of models."""
 
 from __future__ import annotations
 
@@ -11,82 +11,150 @@ import torch
 from torch import Tensor
 
 from megarl.errors import MegarlError, SyncError
-from megarl.weights.checksum import checksum
+from megarl.weights.failure import sync_failure
 from megarl.weights.intake import Intake
-from megarl.weights.manifest import Manifest
-from megarl.weights.region import Region, whole
-from megarl.weights.sync import Call, ReceiverReport, WeightSender, sync_failure
-from megarl.weights.transport.group import Address, TransportError
+from megarl.weights.pieces import region_view
+from megarl.weights.region import Region, Shape, contiguous_strides
+from megarl.weights.sender import Membership, WeightSender
+from megarl.weights.sync import DIRECT, Call, RankConnection, RankLayout, ReceiverReport
+from megarl.weights.transport.board import TransportError, machine
 
-HOST = "127.0.0.1"
+HOST_NAME = "127.0.0.1"
+
+
+def columns(tensors: Mapping[str, Tensor], start: int, stop: int, replica: int = 0) -> list[Region]:
+    """Regions of columns ``[start, stop)`` of every tensor, each a parameter of its own."""
+    return [
+        _part(name, tuple(tensor.shape), tensor.dim() - 1, start, stop, replica) for name, tensor in tensors.items()
+    ]
+
+
+def rows(shapes: Mapping[str, Shape], index: int, count: int) -> list[Region]:
+    """Regions of the ``index``-th of ``count`` parts of the rows of every tensor; vectors are replicated."""
+    found = []
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            found.append(_part(name, shape, 0, 0, shape[0], 0))
+        else:
+            cuts = [shape[0] * part // count for part in range(count + 1)]
+            found.append(_part(name, shape, 0, cuts[index], cuts[index + 1], 0))
+    return found
+
+
+def _part(name: str, shape: Shape, dim: int, start: int, stop: int, replica: int) -> Region:
+    box = tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(shape))
+    local = tuple(stop - start for start, stop in box)
+    return Region(name, shape, box, f"local.{name}", local, 0, contiguous_strides(local), replica)
 
 
 class Trainer:
     """One rank: columns ``[start, stop)`` of every tensor."""
 
-    def __init__(self, rank: int, tensors: dict[str, Tensor], start: int, stop: int) -> None:
+    def __init__(self, rank: int, tensors: dict[str, Tensor], start: int, stop: int, replica: int = 0) -> None:
         self.tensors, self.bounds = tensors, (start, stop)
-        self.sender = WeightSender(rank, self.pieces)
+        self.regions = columns(tensors, start, stop, replica)
+        self.sender = WeightSender(rank, lambda: self.regions, self.parameters)
         self.fault = ""
 
-    def pieces(self) -> list[tuple[Region, Tensor]]:
-        found = []
-        for name, tensor in self.tensors.items():
-            box = (*whole(tuple(tensor.shape))[:-1], self.bounds)
-            part = tensor[..., slice(*self.bounds)]
-            found.append((Region(name, tuple(tensor.shape), box, name, tuple(part.shape), 0, part.stride()), part))
-        if self.fault == "raise" and len(found) > 1:
-            found[1] = (found[1][0], torch.empty(7))
+    def parameters(self) -> dict[str, Tensor]:
+        found = {f"local.{name}": t[..., slice(*self.bounds)].contiguous() for name, t in self.tensors.items()}
+        if self.fault == "raise":
+            found["local.b"] = torch.empty(7)
         return found
 
     def call(self, method: str, *args: Any) -> Any:
         if self.fault == "absent" and method == "send":
             time.sleep(args[1] + 1)
             raise SyncError("woke up too late")
+        if self.fault == method:
+            raise sync_failure(self.sender.name, method, None, "it was told to fail")
         return getattr(self.sender, method)(*args)
 
 
-class Engine:
-    """A receiver that keeps whole tensors; ``fault`` makes it fail."""
+class Rank:
+    """One rank of an engine: a part of the rows of every tensor, in plain tensors. A target for an ``Intake``."""
 
-    def __init__(self, replica: int) -> None:
-        self.replica = replica
+    def __init__(self, regions: Sequence[Region], dtype: torch.dtype) -> None:
+        self.regions = regions
+        self.tensors = {r.local_name: torch.full(r.local_shape, float("nan"), dtype=dtype) for r in regions}
+        self.num_written = 0
+        self.intake: Intake | None = None
+        self.fault = ""
+
+    def place(self, region: Region) -> Tensor:
+        if self.fault == "write" and region.tensor == "b":
+            raise RuntimeError("the loader does not know it")
+        if self.fault == "slow":
+            time.sleep(1.5)
+        return region_view(region, self.tensors[region.local_name])
+
+    def written(self, region: Region) -> None:
+        self.num_written += region.numel
+
+
+class Engine:
+    """A receiver of ``tp`` ranks that keeps plain tensors; ``fault`` makes its last rank fail."""
+
+    def __init__(self, replica: int, tp: int = 1, dtype: torch.dtype = torch.float32, place: str = "") -> None:
+        self.replica, self.tp, self.dtype, self.place = replica, tp, dtype, place
         self.fault = ""
         self.version: int | None = None
         self.poisoned = ""
-        self.received: dict[str, Tensor] = {}
-        self._intake: Intake | None = None
+        self.ranks: list[Rank] = []
 
-    def connect(
-        self, addresses: Mapping[int, Address], manifest: Manifest, first_rank: int, num: int, timeout_s: float
-    ) -> None:
+    def layout(self, shapes: Mapping[str, Shape]) -> list[RankLayout]:
+        self.ranks = [Rank(rows(shapes, index, self.tp), self.dtype) for index in range(self.tp)]
+        dtypes = {f"local.{name}": str(self.dtype).removeprefix("torch.") for name in shapes}
+        where = self.place or machine()
+        return [RankLayout(tuple(rank.regions), dtypes, where, "", DIRECT) for rank in self.ranks]
+
+    def connect(self, connections: Sequence[RankConnection]) -> None:
         if self.fault == "connect":
             raise sync_failure(f"rollout replica {self.replica}", "connect", None, "it was not there")
+        with ThreadPoolExecutor(self.tp) as pool:
+            list(pool.map(self._connect, self.ranks, connections))
+
+    def _connect(self, rank: Rank, told: RankConnection) -> None:
+        if rank.intake is not None:
+            rank.intake.close()
+        who = f"rollout replica {self.replica} rank {self.ranks.index(rank)}"
+        membership: Membership = told.membership
         try:
-            self._intake = Intake(manifest, addresses, first_rank, 1 + num, device="cpu", timeout_s=timeout_s)
+            rank.intake = Intake(told.program, told.rank, who, membership, told.sockets)
         except TransportError as error:
             raise SyncError(error.cause) from error
 
-    def receive(self, version: int, timeout_s: float, digest: str, with_checksums: bool) -> ReceiverReport:
-        assert self._intake is not None and self._intake.manifest.digest == digest
-        self.poisoned, self.received = "in update", {}
-        try:
-            for tensors in self._intake.rounds(time.monotonic() + timeout_s):
-                self.received |= tensors
-                if self.fault == "load":
-                    raise RuntimeError("the loader does not know it")
-        except (RuntimeError, TransportError) as error:
-            is_transport = isinstance(error, TransportError)
-            failure = sync_failure(f"rollout replica {self.replica}", "load", self._intake.tensor, str(error))
-            self._intake.fail(str(failure))
-            self._intake.close()
-            raise SyncError(error.cause) if is_transport else failure from error
-        if self.fault == "flip":
-            self.received["b"][0, 0] += 1
-        sums = {name: checksum(t, whole(tuple(t.shape))) for name, t in self.received.items() if with_checksums}
-        return ReceiverReport(self.replica, (sums,), 0.0)
+    def receive(
+        self, version: int, timeout_s: float, digest: str, with_checksums: bool, in_flight: str
+    ) -> ReceiverReport:
+        self.poisoned = "in update"
+        self.ranks[-1].fault = self.fault
+
+        def one(rank: Rank) -> dict[str, int]:
+            intake = rank.intake
+            assert intake is not None and intake.program.plan_digest == digest
+            rank.num_written = 0
+            try:
+                sums = intake.run(rank, deadline=time.monotonic() + timeout_s, with_checksums=with_checksums)
+            except (RuntimeError, TransportError) as error:
+                who = f"rollout replica {self.replica} rank {self.ranks.index(rank)}"
+                cause = error.cause if isinstance(error, TransportError) else str(error)
+                failure = sync_failure(who, "transfer", intake.tensor, cause)
+                is_from_peer = isinstance(error, TransportError) and error.from_peer
+                intake.fail(cause if is_from_peer else str(failure))
+                intake.close()
+                raise SyncError(cause) if is_from_peer else failure from error
+            if rank.fault == "flip":
+                sums["b"] += 1
+            return sums
+
+        with ThreadPoolExecutor(self.tp) as pool:
+            sums = tuple(pool.map(one, self.ranks))
+        return ReceiverReport(self.replica, sums, 0.0)
 
     def commit(self, version: int) -> None:
+        if self.fault == "commit":
+            raise sync_failure(f"rollout replica {self.replica}", "commit", None, "its caches are in use")
         self.version, self.poisoned = version, ""
 
     def poison(self, reason: str) -> None:
@@ -94,6 +162,16 @@ class Engine:
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            if rank.intake is not None:
+                rank.intake.close()
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor put together from its ranks' parts."""
+        parts = [rank.tensors[f"local.{name}"] for rank in self.ranks]
+        return torch.cat(parts) if parts[0].dim() > 1 else parts[-1]
 
 
 def invoke(calls: Sequence[Call], timeout_s: float) -> list[Any]:

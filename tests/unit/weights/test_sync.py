@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.errors import SyncError
-from megarl.weights.sync import SyncSession
-from tests.unit.weights.sync_ends import HOST, Engine, Trainer, invoke
+from megarl.weights.schedule import HOST, WIRE
+from megarl.weights.sync import SyncOptions, SyncSession
+from tests.unit.weights.sync_ends import HOST_NAME, Engine, Trainer, invoke
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -17,22 +20,42 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 class Run:
-    """Two trainer ranks, two engines, small buckets."""
+    """Two trainer ranks and a replica of the second, two engines of two ranks, small buckets.
 
-    def __init__(self, *, timeout_s: float = 20.0, dtype: str = "float32", bucket_bytes: int = 400) -> None:
+    Args:
+        transport: ``mixed`` puts the second engine on another machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: str = "auto",
+        timeout_s: float = 20.0,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = 400,
+        verify: bool = True,
+    ) -> None:
         self.tensors = weights(0)
-        self.trainers = [Trainer(0, self.tensors, 0, 5), Trainer(1, self.tensors, 5, 12)]
-        self.engines = [Engine(0), Engine(1)]
+        self.trainers = [
+            Trainer(0, self.tensors, 0, 5),
+            Trainer(1, self.tensors, 5, 12),
+            Trainer(2, self.tensors, 5, 12, replica=1),
+        ]
+        self.engines = [Engine(0, 2, dtype), Engine(1, 2, dtype, "elsewhere" if transport == "mixed" else "")]
         self.session = SyncSession(
             self.trainers,
             self.engines,
             invoke,
-            hosts=[HOST, HOST],
-            ranks_per_receiver=1,
-            dtype=dtype,
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
+            hosts=[HOST_NAME] * 3,
+            ranks_per_receiver=2,
+            options=SyncOptions(bucket_bytes, timeout_s, verify, "auto" if transport == "mixed" else transport),
         )
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            trainer.sender.close()
+        for engine in self.engines:
+            engine.close()
 
     def update(self, seed: int) -> None:
         for name, tensor in weights(seed).items():
@@ -41,79 +64,144 @@ class Run:
     def check(self, version: int, dtype: torch.dtype = torch.float32) -> None:
         for engine in self.engines:
             assert engine.version == version and not engine.poisoned
-            assert engine.received.keys() == self.tensors.keys()
             for name, tensor in self.tensors.items():
-                assert torch.equal(engine.received[name], tensor.to(dtype)), name
+                assert torch.equal(engine.whole(name), tensor.to(dtype)), name
+            for rank in engine.ranks:
+                assert rank.num_written == sum(region.numel for region in rank.regions)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 400, 1 << 20])
-def test_three_updates_in_a_row_bring_every_value_to_every_engine(bucket_bytes):
-    run = Run(bucket_bytes=bucket_bytes)
+@pytest.fixture
+def make() -> Iterator[Callable[..., Run]]:
+    """Makes runs and closes them."""
+    runs: list[Run] = []
+
+    def one(**settings: Any) -> Run:
+        runs.append(Run(**settings))
+        return runs[-1]
+
+    yield one
+    for run in runs:
+        run.close()
+
+
+@pytest.mark.parametrize("transport", ["auto", "network", "mixed"])
+@pytest.mark.parametrize("bucket_bytes", [16, 400, 1 << 20])
+def test_three_updates_in_a_row_bring_every_value_to_every_engine(make, transport, bucket_bytes):
+    run = make(transport=transport, bucket_bytes=bucket_bytes)
     for version in range(3):
         run.update(version)
         report = run.session.publish(version)
         run.check(version)
-        assert report.version == version and report.num_bytes >= 4 * sum(t.numel() for t in run.tensors.values())
+        needed = sum(region.numel for engine in run.engines for rank in engine.ranks for region in rank.regions)
+        assert report.version == version and report.num_bytes == 4 * needed
+    links = {kind: run.session.schedule.num_links(kind) for kind in (HOST, WIRE)}
+    assert (links[HOST] > 0, links[WIRE] > 0) == {"auto": (True, False), "network": (False, True)}.get(
+        transport, (True, True)
+    )
 
 
-def test_the_sender_converts_the_dtype():
-    run = Run(dtype="bfloat16")
+def test_no_end_holds_more_than_two_buckets(make):
+    run = make(bucket_bytes=64, transport="mixed")
+    run.session.publish(0)
+    for trainer in run.trainers:
+        session = trainer.sender._session
+        assert session is not None and sum(buffer.numel() for buffer in session.buffers) <= 128
+    for engine in run.engines:
+        for rank in engine.ranks:
+            assert rank.intake._buffers.numel() <= 128
+
+
+def test_replicas_share_the_sending(make):
+    run = make()
+    run.session.publish(0)
+    senders = run.session.schedule.senders
+    assert senders.keys() == {0, 1, 2}
+    assert 0.3 < senders[1].num_bytes / (senders[1].num_bytes + senders[2].num_bytes) < 0.7
+
+
+def test_the_sender_converts_the_dtype(make):
+    run = make(dtype=torch.bfloat16)
     run.session.publish(0)
     run.check(0, torch.bfloat16)
 
 
+def test_updates_without_checksums_bring_the_same_values(make):
+    run = make(verify=False)
+    run.session.publish(0)
+    run.check(0)
+
+
+def test_memory_that_is_asked_for_and_not_shared_is_refused(make):
+    run = make(transport="host")
+    run.engines[1].place = "elsewhere"
+    with pytest.raises(SyncError, match="share no memory"):
+        run.session.publish(0)
+
+
+@pytest.mark.parametrize("transport", ["auto", "network"])
 @pytest.mark.parametrize(
     ("fault", "where", "words"),
     [
+        ("open", "trainer", r"actor rank 1 in phase open: it was told to fail"),
+        ("connect", "trainer", r"actor rank 1 in phase connect: it was told to fail"),
         ("connect", "engine", r"rollout replica 1 in phase connect: it was not there"),
-        ("load", "engine", r"rollout replica 1 in phase load.*the loader does not know it"),
-        ("flip", "engine", r"rollout replica 1 rank 0 in phase verify at b: checksums of version 1 differ"),
-        ("raise", "trainer", r"actor rank 1 in phase transfer at b: RuntimeError"),
+        ("write", "engine", r"rollout replica 1 rank 1 in phase transfer at b: the loader does not know it"),
+        ("flip", "engine", r"rollout replica 1 rank 1 in phase verify at b: checksums of version 1 differ"),
+        ("raise", "trainer", r"actor rank 1 in phase transfer at b: LayoutError"),
+        ("commit", "engine", r"rollout replica 1 in phase commit: its caches are in use"),
     ],
 )
-def test_a_failure_is_named_commits_nowhere_and_heals(fault, where, words):
-    run = Run()
+def test_a_failure_is_named_commits_nowhere_and_heals(make, fault, where, words, transport):
+    run = make(transport=transport)
     run.session.publish(0)
     faulty = run.engines[1] if where == "engine" else run.trainers[1]
-    if fault == "connect":  # connections are made anew after a failure only
-        run.engines[0].fault = "load"
+    if fault in ("open", "connect"):  # connections are made anew after a failure only
+        run.engines[0].fault = "write"
         with pytest.raises(SyncError):
             run.session.publish(1)
         run.engines[0].fault = ""
+        # Ends that wait for one that does not come end at the time-out.
+        run.session.options = SyncOptions(400, 3.0, transport=transport)
     faulty.fault = fault
     run.update(1)
     started = time.monotonic()
-    # A rank that waits to be joined by one that is not there ends at the time-out.
-    run.session._timeout_s = 3.0 if fault == "connect" else 20.0
     with pytest.raises(SyncError, match=words):
         run.session.publish(1)
     assert time.monotonic() - started < 10
-    assert [engine.version for engine in run.engines] == [0, 0]
+    # A commit that one engine missed does not stay in force at the others.
     assert all("version 1 failed" in engine.poisoned for engine in run.engines)
     faulty.fault = ""
+    run.session.options = SyncOptions(400, 20.0, transport=transport)
+    run.update(2)
     run.session.publish(2)
     run.check(2)
 
 
-def test_a_sender_that_does_not_come_ends_the_update_at_its_time_out():
-    run = Run(timeout_s=4.0)
+@pytest.mark.parametrize("transport", ["auto", "network"])
+@pytest.mark.parametrize("slow", ["trainer", "engine"])
+def test_an_end_that_is_too_slow_ends_the_update_at_its_time_out(make, transport, slow):
+    run = make(timeout_s=4.0, transport=transport)
     run.session.publish(0)
-    run.trainers[0].fault = "absent"
+    faulty = run.trainers[0] if slow == "trainer" else run.engines[1]
+    faulty.fault = "absent" if slow == "trainer" else "slow"
     started = time.monotonic()
     with pytest.raises(SyncError, match="no data within the time-out"):
         run.session.publish(1)
     assert time.monotonic() - started < 20
     assert [engine.version for engine in run.engines] == [0, 0]
-    run.trainers[0].fault = ""
+    faulty.fault = ""
     run.session.publish(2)
     run.check(2)
 
 
-def test_received_tensors_keep_their_values_when_buffers_are_used_again():
-    run = Run(bucket_bytes=1)
+def test_ends_that_were_given_different_plans_do_not_start(make):
+    run = make()
     run.session.publish(0)
-    first = {name: tensor.clone() for name, tensor in run.engines[0].received.items()}
-    kept = dict(run.engines[0].received)
-    run.update(1)
-    run.session.publish(1)
-    assert all(torch.equal(kept[name], first[name]) for name in kept)
+    run.session._is_connected = False
+    senders = run.session.schedule.senders
+    bucket = senders[0].buckets[0]
+    item = bucket.items[0]._replace(start=bucket.items[0].start + 16)
+    wrong = bucket._replace(items=(item, *bucket.items[1:]))
+    object.__setattr__(senders[0], "buckets", (wrong, *senders[0].buckets[1:]))
+    with pytest.raises(SyncError, match="were given different plans"):
+        run.session.publish(1)

@@ -1,0 +1,311 @@
+"""The trainer's end of a weight update, in the process that holds the parameters.
+
+Invariants:
+1. Beside the parameters a sender holds two buckets: one is packed while the other is under way.
+2. dtype is converted here; checksums cover what travels.
+3. Whatever fails here is told to all other ends before it is raised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megarl.errors import SyncError
+from megarl.platform.device import MemorySharing
+from megarl.weights.checksum import MODULUS, copy_with_checksum
+from megarl.weights.failure import sync_failure
+from megarl.weights.pieces import region_view
+from megarl.weights.region import Region
+from megarl.weights.schedule import HOST, WIRE, Bucket, Item, Program
+from megarl.weights.transport.board import Address, Board, TransportError, machine
+from megarl.weights.transport.host import Outlet, Slots
+from megarl.weights.transport.network import Backend, Network, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a trainer rank could send.
+
+    Args:
+        regions: of its parameters, replicas included.
+        machine: where it runs, see ``transport.board.machine``.
+        device_id: of its device; empty for the CPU.
+    """
+
+    regions: tuple[Region, ...]
+    machine: str
+    device_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where others meet a sender.
+
+    Args:
+        board: the session's board, if this rank hosts it.
+        socket: name of its socket for readers of its machine, if there are some.
+    """
+
+    board: Address | None
+    socket: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """How an end takes part in a session.
+
+    Args:
+        board: where all meet.
+        network_rank: in the group of all ends with network links; None for an end without.
+        network_ranks: of the peers, by their rank among the sources or destinations.
+        network_size: of that group.
+        names: of the peers, for messages.
+        timeout_s: to connect.
+    """
+
+    board: Address
+    network_rank: int | None
+    network_ranks: Mapping[int, int]
+    network_size: int
+    names: Mapping[int, str]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SenderReport:
+    """What one trainer rank sent.
+
+    Args:
+        rank: its rank in the role.
+        checksums: for each destination, its share of each tensor's checksum; empty where checksums are off.
+        seconds: from the call until the last reader was done.
+    """
+
+    rank: int
+    checksums: Mapping[int, Mapping[str, int]]
+    seconds: float
+
+
+@dataclass
+class _Session:
+    """What is open between ``open`` and ``close``."""
+
+    program: Program
+    buffers: tuple[Tensor, Tensor]
+    board: Board | None = None
+    outlet: Outlet | None = None
+    network: Network | None = None
+    network_ranks: Mapping[int, int] = field(default_factory=dict)
+
+
+class WeightSender:
+    """See the module's docstring.
+
+    Args:
+        rank: of this process in its role.
+        regions: where its parameters lie in canonical tensors.
+        parameters: its parameters by name; asked for anew in every update.
+        device: where they live.
+        sharing: how device memory is shown to other processes; None in host memory.
+        role: for messages.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        regions: Callable[[], Sequence[Region]],
+        parameters: Callable[[], Mapping[str, Tensor]],
+        *,
+        device: torch.device | str = "cpu",
+        sharing: MemorySharing | None = None,
+        role: str = "actor",
+    ) -> None:
+        self.rank = rank
+        self.role = role
+        self._regions, self._parameters = regions, parameters
+        self._device, self._sharing = torch.device(device), sharing
+        self._session: _Session | None = None
+
+    @property
+    def name(self) -> str:
+        """How messages call this end."""
+        return f"{self.role} rank {self.rank}"
+
+    def offer(self) -> Offer:
+        """What this rank could send."""
+        regions = tuple(region for region in self._regions() if region.numel)
+        return Offer(regions, machine(), "" if self._sharing is None else self._sharing.device_id)
+
+    def open(self, host: str, program: Program, hosts_board: bool, on_device: bool = False) -> Door:
+        """Make the buffers of a new session and the places where others meet this rank; an old session is dropped.
+
+        Args:
+            host: address of this machine.
+            program: what this rank sends.
+            hosts_board: whether the others meet on a board of this rank's.
+            on_device: readers of this machine use this rank's device, so that they can read its memory.
+        """
+        self.close()
+        outlet = None
+        if program.peers(HOST, sends=True):
+            outlet = Outlet(Slots(program.slot_bytes, self._device, self._sharing if on_device else None))
+            buffers = outlet.slots.buffers
+        else:
+            both = torch.empty(2, program.slot_bytes, dtype=torch.uint8, device=self._device)
+            buffers = (both[0], both[1])
+        self._session = _Session(program, buffers, Board.host(host) if hosts_board else None, outlet)
+        board = self._session.board
+        return Door(None if board is None else board.address, None if outlet is None else outlet.name)
+
+    def connect(self, membership: Membership) -> None:
+        """Meet all ends this rank sends to, and compare what both were given. Raises SyncError."""
+        session, timeout_s = self._session, membership.timeout_s
+        assert session is not None, "open comes first"
+        deadline = time.monotonic() + timeout_s
+        try:
+            if session.board is None:
+                session.board = Board.join(membership.board, timeout_s)
+            if session.outlet is not None:
+                readers = session.program.peers(HOST, sends=True)
+                names = {reader: membership.names[reader] for reader in readers}
+                session.outlet.accept(names, session.board, deadline=deadline)
+            # Before the group is joined, which could not be left if another end failed meanwhile.
+            agree(session.board, session.program, self.rank, sends=True, deadline=deadline)
+            if membership.network_rank is not None:
+                session.network = Network(
+                    session.board,
+                    membership.network_rank,
+                    membership.network_size,
+                    backend=backend_of(self._device),
+                    timeout_s=max(1.0, deadline - time.monotonic()),
+                )
+                session.network_ranks = membership.network_ranks
+        except TransportError as error:
+            failure = self._failure("connect", None, error.cause, from_peer=error.from_peer)
+            self._abort(str(failure))
+            raise failure from error
+
+    def send(self, version: int, timeout_s: float, digest: str, with_checksums: bool = True) -> SenderReport:
+        """Send all of this rank's buckets, packing one while the one before is under way.
+
+        Raises:
+            SyncError: naming the tensor being packed, or what another end reported.
+        """
+        started = time.monotonic()
+        deadline = started + timeout_s
+        session = self._session
+        if session is None or session.board is None or session.program.plan_digest != digest:
+            raise self._failure("transfer", None, f"version {version} goes by another plan than this rank has")
+        checksums: dict[int, dict[str, int]] = {}
+        self._tensor: str | None = None
+        try:
+            self._send_buckets(session, deadline, checksums, with_checksums)
+        except TransportError as error:
+            failure = self._failure("transfer", self._tensor, error.cause, from_peer=error.from_peer)
+            self._abort(str(failure))
+            raise failure from error
+        except Exception as error:  # whatever it is, the others must not wait for the rest
+            failure = self._failure("transfer", self._tensor, f"{type(error).__name__}: {error}")
+            self._abort(str(failure))
+            raise failure from error
+        return SenderReport(self.rank, checksums, time.monotonic() - started)
+
+    def close(self) -> None:
+        """Leave the session."""
+        session, self._session = self._session, None
+        if session is not None:
+            if session.network is not None:
+                session.network.close()
+            if session.outlet is not None:
+                session.outlet.close()
+
+    def _send_buckets(
+        self, session: _Session, deadline: float, checksums: dict[int, dict[str, int]], with_checksums: bool
+    ) -> None:
+        parameters = self._parameters()
+        if session.outlet is not None:
+            session.outlet.begin()
+        under_way: list[tuple[Bucket, Transfer | None]] = []
+        for bucket in session.program.buckets:
+            if len(under_way) == 2:
+                self._settle(session, *under_way.pop(0), deadline)
+            buffer = session.buffers[bucket.slot][: bucket.num_bytes]
+            sums: list[Tensor] = []
+            for item in bucket.items:
+                self._tensor = item.region.tensor
+                sums.append(self._pack(item, parameters, buffer, with_checksums))
+            if bucket.kind == HOST:
+                assert session.outlet is not None
+                session.outlet.publish(bucket.number, bucket.destinations)
+                under_way.append((bucket, None))
+            else:
+                assert session.network is not None
+                peer = session.network_ranks[bucket.destinations[0]]
+                under_way.append((bucket, session.network.send(buffer, peer, bucket.number)))
+            if with_checksums:
+                _add_up(checksums, bucket, sums)
+        for bucket, transfer in under_way:
+            self._tensor = bucket.items[0].region.tensor
+            self._settle(session, bucket, transfer, deadline)
+
+    def _settle(self, session: _Session, bucket: Bucket, transfer: Transfer | None, deadline: float) -> None:
+        """Wait until a bucket's buffer may be written again."""
+        if transfer is None:
+            assert session.outlet is not None
+            session.outlet.wait(bucket.number, bucket.destinations, deadline=deadline)
+        else:
+            assert session.network is not None
+            session.network.wait(transfer, deadline=deadline)
+
+    @torch.no_grad()
+    def _pack(self, item: Item, parameters: Mapping[str, Tensor], buffer: Tensor, with_checksums: bool) -> Tensor:
+        """Copy an item into its place in the bucket, converting the dtype; returns the checksum of that place."""
+        place = item_view(buffer, item)
+        view = region_view(item.region, parameters[item.region.local_name])
+        if with_checksums:
+            return copy_with_checksum(place, view, item.region.box)
+        return place.copy_(view)
+
+    def _abort(self, reason: str) -> None:
+        if self._session is not None and self._session.board is not None:
+            self._session.board.fail(reason)
+        self.close()
+
+    def _failure(self, phase: str, tensor: str | None, cause: str, *, from_peer: bool = False) -> SyncError:
+        if from_peer:  # the peer's words name rank, phase and tensor already
+            return SyncError(cause)
+        return sync_failure(self.name, phase, tensor, cause)
+
+
+def agree(board: Board, program: Program, rank: int, *, sends: bool, deadline: float) -> None:
+    """Compare the digest of each of this end's links with the other end's. Raises TransportError."""
+    for kind in (HOST, WIRE):
+        for peer in program.peers(kind, sends=sends):
+            link = (rank, peer) if sends else (peer, rank)
+            digest = program.link_digest(*link)
+            board.agree(f"link {link[0]}-{link[1]}", digest, side=0 if sends else 1, deadline=deadline)
+
+
+def item_view(buffer: Tensor, item: Item) -> Tensor:
+    """An item's place in a bucket, shaped like its box."""
+    dtype: torch.dtype = getattr(torch, item.dtype)
+    flat = buffer[item.start : item.start + item.region.numel * dtype.itemsize]
+    return flat.view(dtype).view(item.region.shape)
+
+
+def backend_of(device: torch.device) -> Backend:
+    """The backend that moves memory of a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _add_up(checksums: dict[int, dict[str, int]], bucket: Bucket, sums: Sequence[Tensor]) -> None:
+    """Add a bucket's checksums to the totals of all who read them; one transfer from the device for all."""
+    for item, value in zip(bucket.items, torch.stack(list(sums)).tolist(), strict=True):
+        for reader in item.readers:
+            totals = checksums.setdefault(reader, {})
+            totals[item.region.tensor] = (totals.get(item.region.tensor, 0) + value) % MODULUS
