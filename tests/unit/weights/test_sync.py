@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_memory_that_is_asked_for_and_not_shared_is_refused(make):
         run.session.publish(0)
 
 
-@pytest.mark.parametrize("transport", ["auto", "network"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("network", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fault", "where", "words"),
     [
@@ -161,7 +162,7 @@ def test_a_failure_is_named_commits_nowhere_and_heals(make, fault, where, words,
             run.session.publish(1)
         run.engines[0].fault = ""
         # Ends that wait for one that does not come end at the time-out.
-        run.session.options = SyncOptions(400, 3.0, transport=transport)
+        run.session.options = replace(run.session.options, timeout_s=3.0)
     faulty.fault = fault
     run.update(1)
     started = time.monotonic()
@@ -171,17 +172,18 @@ def test_a_failure_is_named_commits_nowhere_and_heals(make, fault, where, words,
     # A commit that one engine missed does not stay in force at the others.
     assert all("version 1 failed" in engine.poisoned for engine in run.engines)
     faulty.fault = ""
-    run.session.options = SyncOptions(400, 20.0, transport=transport)
+    run.session.options = replace(run.session.options, timeout_s=20.0)
     run.update(2)
     run.session.publish(2)
     run.check(2)
 
 
-@pytest.mark.parametrize("transport", ["auto", "network"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("network", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slow", ["trainer", "engine"])
 def test_an_end_that_is_too_slow_ends_the_update_at_its_time_out(make, transport, slow):
-    run = make(timeout_s=4.0, transport=transport)
+    run = make(transport=transport)
     run.session.publish(0)
+    run.session.options = replace(run.session.options, timeout_s=1.0)
     faulty = run.trainers[0] if slow == "trainer" else run.engines[1]
     faulty.fault = "absent" if slow == "trainer" else "slow"
     started = time.monotonic()
@@ -190,6 +192,7 @@ def test_an_end_that_is_too_slow_ends_the_update_at_its_time_out(make, transport
     assert time.monotonic() - started < 20
     assert [engine.version for engine in run.engines] == [0, 0]
     faulty.fault = ""
+    run.session.options = replace(run.session.options, timeout_s=20.0)
     run.session.publish(2)
     run.check(2)
 
