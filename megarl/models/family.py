@@ -14,7 +14,7 @@ class ExpertKeys:
     """Where a family's configuration says what its experts are; an absent optional key has no meaning for the family.
 
     Args:
-        num_experts: key of the routed experts' number.
+        num_experts: key of the routed experts' number, and others that transformers has written for it.
         ffn: key of a routed expert's feed-forward size.
         num_shared: key of the number of shared experts, each of ``ffn`` rows.
         shared_ffn: key of the shared experts' feed-forward size together.
@@ -28,7 +28,7 @@ class ExpertKeys:
         scale: key of the routed output's factor.
     """
 
-    num_experts: str
+    num_experts: tuple[str, ...]
     ffn: str
     num_shared: str | None = None
     shared_ffn: str | None = None

@@ -19,7 +19,7 @@ def expert_keys(family: Family) -> set[str]:
     keys = set(_LATENT) | {"qk_head_dim"} if family.latent else set()
     if family.experts is not None:
         e = family.experts
-        keys |= {e.num_experts, e.ffn, "num_experts_per_tok", "router_aux_loss_coef"}
+        keys |= {*e.num_experts, e.ffn, "num_experts_per_tok", "router_aux_loss_coef"}
         keys |= {key for key in (e.num_shared, e.shared_ffn, e.first_dense, e.sparse_step, e.scale) if key}
         keys |= {e.normalize[0]} if e.normalize else set()
         keys |= set(e.groups or ()) | ({"mlp_only_layers"} if e.sparse_step else set())
@@ -33,7 +33,10 @@ def read_experts(
     keys = family.experts
     if keys is None:
         return None
-    num_experts = _size(config, keys.num_experts, problems)
+    named = [key for key in keys.num_experts if key in config] or [keys.num_experts[0]]
+    num_experts = _size(config, named[0], problems)
+    if any(config[key] != num_experts for key in named[1:]):
+        problems.append(f"{' and '.join(named)} differ")
     top_k = _size(config, "num_experts_per_tok", problems)
     ffn = _size(config, keys.ffn, problems)
     shared = 0

@@ -28,26 +28,25 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-_SANDWICH = (
-    "norms after attention and feed-forward part, for which Megatron-Core's layer (0.16 to 0.19) has no place, "
-    "norm weights as 1 + w, which its own norms lack, and embeddings scaled by the square root of the hidden size"
-)
+_NORMS = "norms after attention and feed-forward part, for which Megatron-Core's layer (0.16 to 0.19) has no place"
+_GEMMA = "norm weights as 1 + w, which Megatron-Core's own norms (0.16 to 0.19) lack, and scaled embeddings"
 
 REFUSED: dict[str, str] = {
-    "gemma": "norm weights as 1 + w, which Megatron-Core's own norms (0.16 to 0.19) lack, and scaled embeddings",
-    "gemma2": _SANDWICH + ", and soft-capped logits",
-    "gemma3": _SANDWICH,
-    "gemma3_text": _SANDWICH,
-    "glm4": "norms after attention and feed-forward part, for which Megatron-Core's layer (0.16 to 0.19) has no place",
+    "gemma": _GEMMA,
+    "gemma2": f"{_NORMS}; {_GEMMA}; soft-capped logits, which it lacks too",
+    "gemma3": f"{_NORMS}; {_GEMMA}",
+    "gemma3_text": f"{_NORMS}; {_GEMMA}",
+    "glm4": _NORMS,
+    "gpt_oss": "experts whose gate and up columns alternate in one tensor, while megarl moves rectangles; packed MXFP4",
 }
-"""Families that the installed Megatron-Core cannot hold, and why."""
+"""Families that Megatron-Core cannot hold, or megarl cannot move yet, and why: each has ..."""
 
 
 def family_named(name: str) -> Family:
     """The family of a ``model_type``. Raises ModelError for one that megarl does not know."""
     if name in REFUSED:
         raise ModelError(
-            f"model_type {name!r} cannot be held by Megatron-Core: it has {REFUSED[name]}",
+            f"model_type {name!r} is refused: it has {REFUSED[name]}",
             fix="use a model of a known family",
         )
     if name not in FAMILIES:
