@@ -39,7 +39,7 @@ def bits_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if mask.dtype != torch.bool:
         raise DataError(f"a response mask is bool, found {mask.dtype}", fix="compare with 0")
-    return mask.view(torch.int8).neg().to(_integer(dtype))
+    return mask.view(torch.int8).neg().to(integer_like(dtype))
 
 
 def keep_bits(bits: Tensor, values: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -53,7 +53,8 @@ def keep_bits(bits: Tensor, values: Tensor, *, out: Tensor | None = None) -> Ten
     return out
 
 
-def _integer(dtype: torch.dtype) -> torch.dtype:
+def integer_like(dtype: torch.dtype) -> torch.dtype:
+    """The integers as wide as float32 or float64."""
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
