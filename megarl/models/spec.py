@@ -118,7 +118,6 @@ class ModelSpec:
     rotary_fraction: float = 1.0
     moe: MixtureOfExperts | None = None
     mla: LatentAttention | None = None
-    num_mtp_layers: int = 0
 
     @property
     def query_size(self) -> int:

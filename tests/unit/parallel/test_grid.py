@@ -75,6 +75,57 @@ def test_uneven_stages(
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
 
 
+@pytest.mark.parametrize(
+    ("text", "pp", "vpp", "stages"),
+    [
+        ("EtttL", 1, 1, [[3]]),
+        ("Ettt|(tt|)*2,t,L", 4, 1, [[3], [2], [2], [1]]),
+        ("E|t|t*2|L", 2, 2, [[0, 2], [1, 0]]),
+        ("Et|t|tt|t|tt|L", 3, 2, [[1, 1], [1, 2], [2, 0]]),
+    ],
+)
+def test_a_spelled_pipeline_has_its_layers_in_order(text: str, pp: int, vpp: int, stages: list[list[int]]) -> None:
+    layout = ParallelLayout(pp=pp, vpp=vpp, pipeline=text)
+    total = sum(map(sum, stages))
+    chunks = [[layout.layers_of_stage(total, stage, chunk) for chunk in range(vpp)] for stage in range(pp)]
+    assert [[len(layers) for layers in stage] for stage in chunks] == stages
+    assert [x for chunk in range(vpp) for stage in range(pp) for x in chunks[stage][chunk]] == list(range(total))
+    with pytest.raises(LayoutError, match=f"has {total} layers, the model {total + 1}"):
+        layout.layers_of_stage(total + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Ett|tt", "end with its only L"),
+        ("tE|tL", "start with its only E"),
+        ("EtL|EtL", "only E"),
+        ("Et|t|L", "has 3 stages"),
+        ("Et|mL", "multi-token prediction"),
+        ("Ex|tL", "has the letters x"),
+    ],
+)
+def test_a_pipeline_spelled_wrongly_is_refused(text: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        ParallelLayout(pp=2, pipeline=text)
+    with pytest.raises(LayoutError, match="leaves no place"):
+        ParallelLayout(pp=2, pipeline="Et|tL", first_stage_layers=1)
+
+
+def test_experts_are_dealt_out_over_the_ranks_of_a_stage() -> None:
+    """Megatron-Core's order: expert tensor ranks vary fastest, then experts, then the replicas."""
+    layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2, ep=2, etp=2)
+    places = [layout.expert_coordinate(layout.coordinate(rank)) for rank in range(8)]
+    assert places == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1)]
+    assert layout.expert_dp == 2
+    assert layout.expert_coordinate(layout.coordinate(8)) == places[0]
+
+
+def test_another_multiple_of_vocabulary_rows() -> None:
+    assert ParallelLayout(tp=3, vocab_rows_multiple=128).padded_vocab_size(400) == 768
+    assert ParallelLayout(tp=3, vocab_rows_multiple=1).padded_vocab_size(400) == 402
+
+
 @given(vocab=integers(1, 200_000), tp=integers(1, 16))
 def test_padded_vocabulary_is_the_next_multiple(vocab: int, tp: int) -> None:
     padded = ParallelLayout(tp=tp).padded_vocab_size(vocab)
