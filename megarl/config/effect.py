@@ -83,6 +83,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("algorithm.correction.lower", "algorithm.correction.weights", *_WEIGHTS),
     Switch("algorithm.correction.normalize", "algorithm.correction.weights", *_WEIGHTS),
     Switch("algorithm.correction.group_stats", "algorithm.correction.reject", bool, "rejection"),
+    Switch("algorithm.correction.group_stats", "algorithm.old_log_probs", _equals("decoupled"), "decoupled"),
     *_read_by("algorithm.advantage", ESTIMATOR_SETTINGS, "estimator"),
     *_read_by("algorithm.policy_loss", LOSS_SETTINGS, "loss"),
     Switch("reward.path", "reward.kind", _equals("function"), "kind function"),

@@ -11,9 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megarl.config import fields
 from megarl.config.breach import lookup
-from megarl.config.load import load_sft, load_train, presets
+from megarl.config.load import GROUPS, Preset, group_presets, load_sft, load_train, presets
+from megarl.config.origin import Origin, Origins
 from megarl.config.readers import Read, find_reads
 from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES
 from megarl.config.schema import SftConfig, TrainConfig
@@ -158,7 +161,25 @@ def _preset_values(pattern: str) -> list[str]:
         origin = loaded.origins.of(pattern)
         if origin.level > 0 and pattern not in loaded.origins.mappings:
             found.append(f"{name}: {_short(lookup(loaded.config, pattern))} ({origin})")
+    for group, preset in ((name, preset) for name in GROUPS for preset in group_presets(name)):
+        value, where = _group_value(group, preset, pattern)
+        if where is not None:
+            found.append(f"{group}={preset.name}: {_short(value)} ({where})")
     return found
+
+
+def _group_value(group: str, preset: Preset, pattern: str) -> tuple[Any, Origin | None]:
+    """What a group's file sets a key to, and where; read from the file, since it stands for no whole configuration."""
+    text = preset.path.read_text(encoding="utf-8")
+    package = "" if text.startswith("# @package _global_") else group
+    origins = Origins()
+    origins.put_file(preset.path, package, 1)
+    if pattern not in origins.entries or pattern in origins.mappings:
+        return None, None
+    value = yaml.safe_load(text)
+    for part in pattern.removeprefix(f"{package}.").split("."):
+        value = value[part]
+    return value, origins.entries[pattern]
 
 
 def reads_of(entry: fields.SchemaField) -> list[Read]:

@@ -68,15 +68,16 @@ def token_rewards(
 
 
 def advantages(
-    batch: Batch, estimator: Estimator, correction: Correction, group_stats: GroupStatistics
+    batch: Batch, estimator: Estimator, correction: Correction | None, group_stats: GroupStatistics
 ) -> tuple[Batch, Metrics]:
     """Rollout correction, then advantages, and returns where the estimator has a critic.
 
-    ``response_mask`` of the result is what correction left to train on.
+    ``response_mask`` of the result is what correction left to train on. Without ``correction`` there is nothing to
+    compare yet: the trainer's log-probs are the update's own, or the engine's are not of the full softmax.
     """
     mask = response_mask(batch)
     old_log_probs = padded(batch, "old_log_probs") if "old_log_probs" in batch else None
-    if old_log_probs is None:  # they are the update's own, and the configuration has no correction
+    if correction is None or old_log_probs is None:
         corrected = Corrected(mask, None, {})
     else:
         corrected = correct(old_log_probs, padded(batch, "rollout_log_probs"), mask, correction)

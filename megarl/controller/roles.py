@@ -23,6 +23,7 @@ from megarl.controller.scoring import RewardRole
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import ConfigError
 from megarl.observability.metrics import Mean, Metrics
+from megarl.rollout.sampling import Sampling
 from megarl.train.engine import PolicyUpdate, ValueUpdate
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,11 @@ SEED_STRIDE = 1_000_003
 class ActorRole:
     """The policy under training."""
 
-    def __init__(self, group: WorkerGroup, algorithm: AlgorithmConfig, *, temperature: float, seed: int) -> None:
+    def __init__(self, group: WorkerGroup, algorithm: AlgorithmConfig, sampling: Sampling, *, seed: int) -> None:
         self.group = group
         self._algorithm = algorithm
-        self._temperature = temperature
+        self._temperature = sampling.temperature
+        self._is_comparable = sampling.is_full_softmax
         self._seed = seed
         self._loss = make_policy_loss(algorithm)
 
@@ -61,7 +63,8 @@ class ActorRole:
     def update(self, batch: Batch, *, step: int) -> Metrics:
         """``algorithm.epochs`` passes over the batch in minibatches."""
         algorithm, loss = self._algorithm, self._algorithm.policy_loss
-        in_loss = algorithm.kl.where == "loss"
+        in_loss, has_old_pass = algorithm.kl.where == "loss", algorithm.old_log_probs == "decoupled"
+        rejections = make_correction(algorithm.correction).rejections if algorithm.old_log_probs == "bypass" else ()
         update = PolicyUpdate(
             loss=self._loss,
             aggregation=self._loss.aggregation or loss.aggregation,
@@ -69,7 +72,10 @@ class ActorRole:
             entropy_coef=loss.entropy_coef,
             kl_estimator=algorithm.kl.estimator if in_loss else None,
             kl_coef=algorithm.kl.coef if in_loss else 0.0,
+            rejections=rejections,
             temperature=self._temperature,
+            measures_gap=not has_old_pass and self._is_comparable,
+            measures_entropy=not has_old_pass,
             seed=self._seed * SEED_STRIDE + step,
         )
         columns = [
@@ -167,20 +173,21 @@ def build_roles(
     watch: Watch,
 ) -> Roles:
     """Roles over processes that have started."""
-    algorithm, temperature, seed = config.algorithm, config.rollout.sampling.temperature, config.run.seed
-    kl = algorithm.kl
+    algorithm, seed, kl = config.algorithm, config.run.seed, config.algorithm.kl
+    rollout = RolloutRole(engines, config.rollout, watch, seed=seed)
+    sampling = rollout.sampling
     training = [actor] if critic is None else [actor, critic]
     turns = DeviceTurns(takes_turns(config), training, engines, watch)
     return Roles(
-        actor=ActorRole(actor, algorithm, temperature=temperature, seed=seed),
-        rollout=RolloutRole(engines, config.rollout, watch, seed=seed),
+        actor=ActorRole(actor, algorithm, sampling, seed=seed),
+        rollout=rollout,
         reward=reward,
         weights=WeightPublisher(actor, engines, config.rollout, config.sync, turns, watch),
         turns=turns,
         estimator=make_estimator(algorithm),
         correction=make_correction(algorithm.correction),
         kl=make_kl(kl),
-        reference=ReferenceRole(actor, temperature=temperature) if kl.where != "none" else None,
+        reference=ReferenceRole(actor, temperature=sampling.temperature) if kl.where != "none" else None,
         critic=None
         if critic is None or config.critic is None
         else CriticRole(critic, config.critic, algorithm, seed=seed),

@@ -42,6 +42,9 @@ def policy_step(
     """
     algorithm, metrics, greedy = config.algorithm, [], roles.estimator.needs_greedy_baseline
 
+    # The engine's log-probs under top-p, top-k or min-p are of another distribution than the trainer's.
+    is_comparable = roles.rollout.sampling.is_full_softmax
+
     rounds = Rounds(draw, config.data.prompts_per_step, algorithm.filter)
     while rounds.wanted:  # once, unless groups without a signal are replaced (algorithm.filter)
         with span("rollout"):
@@ -65,7 +68,7 @@ def policy_step(
         with span("old_log_probs"):
             squares = "sum_pi_squared" in roles.estimator.needs
             batch, seen = roles.actor.add_old_log_probs(batch, with_sum_pi_squared=squares)
-            metrics += [seen, credit.mismatch_metrics(batch)]
+            metrics += [seen, credit.mismatch_metrics(batch) if is_comparable else {}]
     if roles.reference is not None:
         with span("ref_log_probs"):
             batch = batch.add(ref_log_probs=roles.reference.log_probs(batch))
@@ -76,7 +79,9 @@ def policy_step(
         longest = config.rollout.sampling.max_tokens
         batch, seen = credit.token_rewards(batch, algorithm.shaping, algorithm.kl, roles.kl, max_tokens=longest)
         metrics.append(seen)
-        batch, seen = credit.advantages(batch, roles.estimator, roles.correction, algorithm.correction.group_stats)
+        # With bypass and current the first pass of the trainer is the update, which corrects and measures by itself.
+        correction = roles.correction if is_comparable and algorithm.old_log_probs == "decoupled" else None
+        batch, seen = credit.advantages(batch, roles.estimator, correction, algorithm.correction.group_stats)
         metrics.append(seen)
     if roles.critic is not None:
         with span("update_critic"):

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megarl.algorithms.aggregate import Aggregation
+from megarl.algorithms.correction import Rejection
 from megarl.algorithms.policy_losses import PolicyLoss
 from megarl.data.batch import Batch, Ragged
 from megarl.observability.metrics import Metrics
@@ -39,7 +40,11 @@ class PolicyUpdate:
         kl_estimator: estimator of the KL to the reference policy in the loss; None leaves it out. Needs the column
             ``ref_log_probs``.
         kl_coef: its coefficient.
+        rejections: bounds on rollout/current that a token or row must keep to train, in bypass mode, where no pass
+            before the update could tell. They are checked at the weights before each minibatch, over all of it.
         temperature: sampling temperature the log-probs are taken at.
+        measures_gap: compare current and rollout policy, as nobody has before.
+        measures_entropy: measure the entropy although it has no weight.
         seed: of losses that choose tokens at random; another one for each call.
     """
 
@@ -49,7 +54,10 @@ class PolicyUpdate:
     entropy_coef: float = 0.0
     kl_estimator: str | None = None
     kl_coef: float = 0.0
+    rejections: Sequence[Rejection] = ()
     temperature: float = 1.0
+    measures_gap: bool = False
+    measures_entropy: bool = False
     seed: int = 0
 
 

@@ -17,6 +17,7 @@ from megarl.controller.roles import ActorRole
 from megarl.data.batch import Batch, Ragged
 from megarl.observability.metrics import Metrics, values
 from megarl.parallel.grid import ParallelLayout
+from megarl.rollout.sampling import Sampling
 from megarl.train.engine import PolicyUpdate
 from tests.distributed.engines import make_engine, recorded_batch
 from tests.distributed.models import QWEN2
@@ -62,7 +63,8 @@ def first_update(ranks: RankPool, layout: ParallelLayout, samples: Batch, overri
     """Metrics of step 1 under ``grpo_tiny``; one update of the whole batch unless an override says otherwise."""
     size = ["data.prompts_per_step=3", "rollout.samples_per_prompt=4", "algorithm.minibatch_size=null"]
     config = load_train("grpo_tiny", [*size, *overrides]).config
-    actor = ActorRole(PoolGroup(ranks, layout), config.algorithm, temperature=TEMPERATURE, seed=config.run.seed)  # type: ignore[arg-type]
+    sampling = Sampling(temperature=TEMPERATURE)
+    actor = ActorRole(PoolGroup(ranks, layout), config.algorithm, sampling, seed=config.run.seed)  # type: ignore[arg-type]
     return values(actor.update(samples, step=1))
 
 

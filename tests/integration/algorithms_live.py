@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.config.load import load_train
 from megarl.config.schema import TrainConfig
-from megarl.controller.dispatch import WorkerGroup
+from megarl.controller.dispatch import Watch, WorkerGroup
 from megarl.controller.loop import held_out_prompts, start_roles, training_prompts
 from megarl.controller.roles import (
     ActorRole,
@@ -26,6 +26,7 @@ from megarl.controller.roles import (
     make_estimator,
     make_kl,
 )
+from megarl.controller.rollout import RolloutRole
 from megarl.controller.scoring import RewardRole
 from megarl.controller.session import open_session
 from megarl.controller.step import policy_step
@@ -35,8 +36,13 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.observability.metrics import values
 from megarl.rewards.pool import RewardPool
 
-CRITIC = ["algorithm.advantage.kind=gae", "critic.engine.dtype=float32", "critic.engine.microbatch_tokens=4096"]
-"""Overrides that start a critic beside the actor, with a KL so that there is a reference too."""
+CRITIC = [
+    "algorithm.advantage.kind=gae",
+    "critic.engine.dtype=float32",
+    "critic.engine.microbatch_tokens=4096",
+    "critic.optimizer.lr=1e-3",
+]
+"""Overrides that start a critic beside the actor."""
 
 
 @dataclass
@@ -50,6 +56,7 @@ class Live:
     tokenizer: Tokenizer
     held_out: list[Prompt]
     start: Path
+    watch: Watch
     version: int = 0
     numbers: list[dict[str, float]] = field(default_factory=list)
 
@@ -57,15 +64,17 @@ class Live:
         """Configuration and roles of another algorithm; what the processes were started with must not change."""
         config = load_train("grpo_tiny", [*self.overrides, *overrides]).config
         check_algorithm(config)
-        algorithm, temperature, seed = config.algorithm, config.rollout.sampling.temperature, config.run.seed
-        critic = config.critic
+        algorithm, seed, critic = config.algorithm, config.run.seed, config.critic
+        rollout = RolloutRole(self.roles.rollout.members, config.rollout, self.watch, seed=seed)
+        sampling = rollout.sampling
         roles = replace(
             self.roles,
-            actor=ActorRole(self.groups["actor"], algorithm, temperature=temperature, seed=seed),
+            actor=ActorRole(self.groups["actor"], algorithm, sampling, seed=seed),
+            rollout=rollout,
             estimator=make_estimator(algorithm),
             correction=make_correction(algorithm.correction),
             kl=make_kl(algorithm.kl),
-            reference=ReferenceRole(self.groups["actor"], temperature=temperature)
+            reference=ReferenceRole(self.groups["actor"], temperature=sampling.temperature)
             if algorithm.kl.where != "none"
             else None,
             critic=None if critic is None else CriticRole(self.groups["critic"], critic, algorithm, seed=seed),
@@ -111,6 +120,6 @@ def live(place: Path, overrides: Sequence[str]) -> Iterator[Live]:
         for role, group in groups.items():
             (start / role).mkdir(parents=True)
             group.save(start / role)
-        yield Live(common, config, roles, groups, tokenizer, held_out, start)
+        yield Live(common, config, roles, groups, tokenizer, held_out, start, session.watch)
     # Ray leaves its handles of ended processes to the garbage collector, which warns of them: not at some later time.
     gc.collect()

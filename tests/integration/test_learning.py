@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from tests.integration.runs import ROOT, Run, finished, layout, small, write_model, write_prompts
+from tests.integration.runs import Run, finished, layout, small, write_model, write_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -65,19 +62,6 @@ def test_a_random_model_learns_to_write_letters(tmp_path: Path, letters: list[st
         assert distances[0] < 0.1 < distances[-1] < 20
     if case == "ppo":  # the critic tells returns apart, at least while there is something to tell
         assert max(numbers["critic/vf_explained_var"] for numbers in run.steps.values()) > 0.1
-
-
-@pytest.fixture(scope="module")
-def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quick start's: a tiny model that has seen sums answered in two styles."""
-    place = tmp_path_factory.mktemp("sums")
-    subprocess.run([sys.executable, "-m", "megarl.models.tiny", str(place / "model")], cwd=ROOT, check=True)
-    chats = place / "chats.jsonl"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # the checkout, whether it is installed or not
-    script = [sys.executable, "scripts/arithmetic_chats.py", str(chats)]
-    subprocess.run(script, cwd=ROOT, env=environment, check=True)
-    options = [f"model.path={place / 'model'}", f"data.train.0.path={chats}", "logging.console=plain"]
-    return finished("sft", "sft_tiny", place / "sft", *options, timeout_s=500).directory / "hf"
 
 
 @pytest.mark.timeout(800)  # the first of them makes the warm start

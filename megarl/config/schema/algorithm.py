@@ -113,9 +113,11 @@ class CorrectionConfig(StrictModel):
     normalize: bool = False
     """Divide weights by their mean over the global batch."""
     reject: list[RejectionConfig] = Field(default_factory=list)
-    """Bounds a token or row must keep to train; a rejected token leaves every denominator."""
+    """Bounds a token or row must keep to train; a rejected token leaves every denominator. Decoupled they are checked
+    before the advantages; with bypass before each minibatch, at its weights, in a pass of its own."""
     group_stats: Literal["kept", "all"] = "kept"
-    """Whether rows rejected whole still count in their group's baseline."""
+    """Whether rows rejected whole still count in their group's baseline. Decoupled mode only: with bypass baselines are
+    there before anything is rejected."""
 
     @model_validator(mode="after")
     def _band_is_ordered(self) -> Self:
@@ -190,9 +192,9 @@ class AlgorithmConfig(StrictModel):
 
     @model_validator(mode="after")
     def _bypass_has_no_second_weight(self) -> Self:
-        if self.old_log_probs == "bypass" and (self.correction.weights != "none" or self.correction.reject):
+        if self.old_log_probs == "bypass" and self.correction.weights != "none":
             raise ValueError(
-                "with old_log_probs=bypass old and rollout log-probs are the same: correction.weights must be none and "
-                "correction.reject empty (a reinforce loss weighs by current/rollout through its own options)"
+                "with old_log_probs=bypass the ratio of the loss already is current/rollout: correction.weights must "
+                "be none (a reinforce loss weighs by it through its own options)"
             )
         return self

@@ -20,8 +20,14 @@ CorrectionPreset = Literal[
     "decoupled_k3_rs_token_tis",
     "decoupled_k3_rs_seq_tis",
     "bypass_ppo_clip",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs",
     "bypass_pg_is",
     "bypass_pg_token_icepop",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_token_tis",
+    "bypass_pg_geo_rs_seq_tis",
+    "disabled",
 ]
 
 _TOKEN: dict[str, Any] = {"weights": "token", "upper": 2.0}
@@ -39,8 +45,9 @@ def _decoupled(*parts: Mapping[str, Any]) -> dict[str, Any]:
     return {"old_log_probs": "decoupled", "correction": correction}
 
 
-def _bypass(kind: str, **options: Any) -> dict[str, Any]:
-    return {"old_log_probs": "bypass", "policy_loss": {"kind": kind} | ({"options": options} if options else {})}
+def _bypass(kind: str, correction: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    loss = {"kind": kind} | ({"options": options} if options else {})
+    return {"old_log_probs": "bypass", "policy_loss": loss} | ({"correction": dict(correction)} if correction else {})
 
 
 CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
@@ -55,8 +62,14 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_k3_rs_token_tis": _decoupled(_TOKEN, _K3),
     "decoupled_k3_rs_seq_tis": _decoupled(_SEQUENCE, _K3),
     "bypass_ppo_clip": _bypass("ppo"),
+    "bypass_ppo_clip_geo_rs": _bypass("ppo", _GEO),
+    "bypass_ppo_clip_k3_rs": _bypass("ppo", _K3),
     "bypass_pg_is": _bypass("reinforce", ratio_level="sequence", ratio_cap=2.0),
     "bypass_pg_token_icepop": _bypass("reinforce", ratio_level="token", ratio_cap=5.0, ratio_floor=0.5),
+    "bypass_pg_geo_rs": _bypass("reinforce", _GEO, ratio_level="none"),
+    "bypass_pg_geo_rs_token_tis": _bypass("reinforce", _GEO, ratio_level="token", ratio_cap=2.0),
+    "bypass_pg_geo_rs_seq_tis": _bypass("reinforce", _GEO, ratio_level="sequence", ratio_cap=2.0),
+    "disabled": _decoupled(),
 }
 """Preset -> departures. A test binds each of them."""
 

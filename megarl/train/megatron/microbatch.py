@@ -145,6 +145,11 @@ def count_globally(counts: Tensor, dp_group: dist.ProcessGroup | None) -> Tensor
     return _reduced(counts, dist.ReduceOp.SUM, dp_group)
 
 
+def largest(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Largest of int64 ``counts`` over the ranks of a group, on the CPU."""
+    return _reduced(counts, dist.ReduceOp.MAX, group)
+
+
 def build(batch: Batch, rows: Sequence[int], *, multiple: int = 1, share_prompts: bool = False) -> Microbatch:
     """Pack whole rows of the batch into one microbatch, padded to a multiple of ``multiple`` tokens.
 

@@ -2,26 +2,33 @@
 
 Invariants:
 1. What an objective returns for some rows is their share of the minibatch's loss: shares add up, whatever the cut.
-2. ``response_mask`` alone says which tokens count; rejection has been applied to it.
+2. ``response_mask`` says which tokens count. Rejection before the update has been applied to it; rejection that
+   compares with the current policy (bypass mode) is applied to the whole minibatch before its first microbatch, and the
+   denominators are counted anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregate import Denominators, aggregate
-from megarl.algorithms.correction import difference_metrics, gap_metrics
+from megarl.algorithms.correction import Rejection, difference_metrics, gap_metrics, reject
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.policy_losses import PolicyInputs
+from megarl.algorithms.update_metrics import ratio_metrics
 from megarl.algorithms.value_losses import value_loss
 from megarl.data.batch import Batch, Ragged
 from megarl.observability.metrics import Mean, Metrics
 from megarl.train.engine import PolicyUpdate, ValueUpdate
 from megarl.train.megatron.forward import HeadOptions, TokenOutputs
+
+CLIPS_TOKENS = frozenset({"ppo", "vanilla", "clip_cov"})
+"""Losses whose clip acts on a token's own ratio, on one side for each sign of the advantage."""
 
 FirstPass = Callable[[HeadOptions], "tuple[TokenOutputs, Sequence[int]] | None"]
 """Outputs of all this replica's rows of a minibatch at the current weights, and the rows; None off the last stage."""
@@ -40,6 +47,20 @@ class Objective(Protocol):
         """How the head is read."""
         ...
 
+    @property
+    def kept(self) -> Denominators | None:
+        """Tokens and rows of this replica that an objective of one minibatch kept; None if it kept all."""
+        ...
+
+    @property
+    def minibatch_metrics(self) -> Metrics:
+        """What an objective of one minibatch measured on this replica before its first microbatch."""
+        ...
+
+    def num_rows(self, numbers: Sequence[int]) -> int:
+        """How many of these batch rows count."""
+        ...
+
     def of_minibatch(self, number: int, batch: Batch, first_pass: FirstPass) -> Objective:
         """The objective of the call's ``number``-th minibatch, should it need to see it as a whole first."""
         ...
@@ -51,6 +72,34 @@ class Objective(Protocol):
         ...
 
 
+class _Plain:
+    """An objective that needs to see no minibatch as a whole."""
+
+    kept: Denominators | None = None
+    minibatch_metrics: Metrics = {}  # noqa: RUF012  # never written
+
+    def num_rows(self, numbers: Sequence[int]) -> int:
+        return len(numbers)
+
+    def of_minibatch(self, number: int, batch: Batch, first_pass: FirstPass) -> Self:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLook:
+    """What a pass over a whole minibatch decided, before any gradient; tokens by batch row.
+
+    Args:
+        selected: tokens chosen by the loss's first pass.
+        mask: tokens that are left after rejection.
+        metrics: of the rejection.
+    """
+
+    selected: Mapping[int, Tensor] | None = None
+    mask: Mapping[int, Tensor] | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
 class PolicyObjective:
     """A policy loss, less the entropy bonus, plus the KL to the reference policy; aggregated alike.
 
@@ -60,7 +109,7 @@ class PolicyObjective:
         update: the loss and its coefficients.
         optional_columns: further columns the batch has that a loss may read.
         reduce: sum of a tensor over data-parallel ranks, for losses with statistics of the whole minibatch.
-        selected: tokens of each batch row chosen by the loss's first pass over one minibatch.
+        look: what was decided over one minibatch.
     """
 
     def __init__(
@@ -68,7 +117,7 @@ class PolicyObjective:
         update: PolicyUpdate,
         optional_columns: Sequence[str],
         reduce: Callable[[Tensor], Tensor] | None,
-        selected: Mapping[int, Tensor] | None = None,
+        look: FirstLook | None = None,
     ) -> None:
         self.update = update
         self.optional_columns = optional_columns
@@ -76,59 +125,122 @@ class PolicyObjective:
         self.columns = ("advantages", *optional_columns)
         if update.kl_estimator is not None:
             self.columns += ("ref_log_probs",)
-        self.head = HeadOptions(temperature=update.temperature, with_entropy=update.entropy_coef > 0)
-        self.selected = selected
+        self.head = HeadOptions(
+            temperature=update.temperature, with_entropy=update.entropy_coef > 0 or update.measures_entropy
+        )
+        self.look = FirstLook() if look is None else look
+
+    @property
+    def kept(self) -> Denominators | None:
+        if self.look.mask is None:
+            return None
+        sizes = [int(mask.sum()) for mask in self.look.mask.values()]
+        return Denominators(sum(sizes), sum(size > 0 for size in sizes))
+
+    @property
+    def minibatch_metrics(self) -> Metrics:
+        return self.look.metrics
+
+    def num_rows(self, numbers: Sequence[int]) -> int:
+        mask = self.look.mask
+        return len(numbers) if mask is None else sum(bool(mask[number].any()) for number in numbers)
 
     def of_minibatch(self, number: int, batch: Batch, first_pass: FirstPass) -> PolicyObjective:
-        if not self.update.loss.needs_first_pass:
+        update = self.update
+        if not (update.loss.needs_first_pass or update.rejections):
             return self
-        outcome = first_pass(self.head)
-        if outcome is None:
-            return self
+        outcome = first_pass(HeadOptions(temperature=update.temperature))
+        if outcome is None:  # another pipeline stage than the last
+            return self._after(FirstLook(mask={} if update.rejections else None))
         outputs, numbers = outcome
         rows = batch.require("sample_id").select(numbers).to(_device_of(outputs))
-        chosen = self.update.loss.first_pass(
-            policy_inputs(outputs, rows),
-            row_id=rows.tensor("sample_id"),
-            seed=self.update.seed + number,
-            reduce=self.reduce,
-        )
-        by_row = Ragged.from_padded(chosen, rows.response_lengths).rows()
-        return PolicyObjective(self.update, self.optional_columns, self.reduce, dict(zip(numbers, by_row, strict=True)))
+        inputs = policy_inputs(outputs, rows)
+        selected, kept, metrics = None, None, Metrics()
+        if update.rejections:
+            mask, metrics = _reject(inputs, update.rejections)
+            inputs = replace(inputs, response_mask=mask)
+            kept = _by_row(mask, rows, numbers)
+        if update.loss.needs_first_pass:
+            chosen = update.loss.first_pass(
+                inputs, row_id=rows.tensor("sample_id"), seed=update.seed + number, reduce=self.reduce
+            )
+            selected = _by_row(chosen, rows, numbers)
+        return self._after(FirstLook(selected, kept, metrics))
+
+    def _after(self, look: FirstLook) -> PolicyObjective:
+        return PolicyObjective(self.update, self.optional_columns, self.reduce, look)
 
     def __call__(
         self, outputs: TokenOutputs, rows: Batch, numbers: Sequence[int], denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        selected = None if self.selected is None else Ragged.from_rows([self.selected[n] for n in numbers]).padded()
-        inputs = policy_inputs(outputs, rows, selected)
+        update, inputs = self.update, policy_inputs(outputs, rows, _padded_rows(self.look.selected, numbers))
+        metrics = _gap(inputs, is_current="old_log_probs" not in rows) if update.measures_gap else {}
+        if (kept := _padded_rows(self.look.mask, numbers)) is not None:
+            inputs = replace(inputs, response_mask=kept)
         mask = inputs.response_mask
 
         def total(token_loss: Tensor, is_masked: bool = True) -> Tensor:
             return aggregate(
                 token_loss,
                 mask,
-                self.update.loss.aggregation or self.update.aggregation,
+                update.loss.aggregation or update.aggregation,
                 denominators=denominators,
-                length=self.update.aggregation_length,
+                length=update.aggregation_length,
                 is_masked=is_masked,
             )
 
-        policy = self.update.loss(inputs)
+        policy = update.loss(inputs)
         pg_loss = loss = total(policy.loss)
-        metrics = {**policy.metrics, "actor/pg_loss": share_metric(pg_loss, numbers, denominators)}
-        if "old_log_probs" not in rows and inputs.rollout_log_probs is not None:
-            # Nobody has compared the two policies yet.
-            metrics |= difference_metrics(inputs.old_log_probs, inputs.rollout_log_probs, mask)
-            metrics |= gap_metrics(inputs.old_log_probs, inputs.rollout_log_probs, mask)
+        metrics |= policy.metrics | _ratios(update, inputs)
+        metrics["actor/pg_loss"] = share_metric(pg_loss, self.num_rows(numbers), denominators)
         if inputs.entropy is not None:
-            loss = loss - self.update.entropy_coef * total(inputs.entropy, is_masked=False)
             metrics["actor/entropy"] = _token_mean(inputs.entropy, mask)
-        if self.update.kl_estimator is not None:
+            if update.entropy_coef > 0:
+                loss = loss - update.entropy_coef * total(inputs.entropy, is_masked=False)
+        if update.kl_estimator is not None:
             reference = rows.ragged("ref_log_probs").padded()
-            kl = kl_penalty(inputs.log_probs, reference, mask, self.update.kl_estimator)
-            loss = loss + self.update.kl_coef * total(kl)
+            kl = kl_penalty(inputs.log_probs, reference, mask, update.kl_estimator)
+            loss = loss + update.kl_coef * total(kl)
             metrics["actor/kl_loss"] = _token_mean(kl, mask)
         return loss, metrics
+
+
+def _reject(inputs: PolicyInputs, rejections: Sequence[Rejection]) -> tuple[Tensor, Metrics]:
+    """What the bounds on rollout/current leave of the mask."""
+    if inputs.rollout_log_probs is None:
+        raise AssertionError("rejection in the update needs rollout_log_probs")
+    with torch.no_grad():
+        log_ratio = inputs.log_probs.float() - inputs.rollout_log_probs.float()
+        return reject(log_ratio, inputs.response_mask, rejections)
+
+
+def _gap(inputs: PolicyInputs, *, is_current: bool) -> Metrics:
+    """Current against rollout policy; their difference only where no update lies between the two."""
+    rollout, mask = inputs.rollout_log_probs, inputs.response_mask
+    if rollout is None:
+        return {}
+    current = inputs.log_probs.detach()
+    return (difference_metrics(current, rollout, mask) if is_current else {}) | gap_metrics(current, rollout, mask)
+
+
+def _ratios(update: PolicyUpdate, inputs: PolicyInputs) -> Metrics:
+    keywords = update.loss.keywords if update.loss.kind in CLIPS_TOKENS else {}
+    return ratio_metrics(
+        inputs.log_probs,
+        inputs.old_log_probs,
+        inputs.advantages,
+        inputs.response_mask,
+        clip_low=keywords.get("clip_low"),
+        clip_high=keywords.get("clip_high"),
+    )
+
+
+def _by_row(tokens: Tensor, rows: Batch, numbers: Sequence[int]) -> dict[int, Tensor]:
+    return dict(zip(numbers, Ragged.from_padded(tokens, rows.response_lengths).rows(), strict=True))
+
+
+def _padded_rows(tokens: Mapping[int, Tensor] | None, numbers: Sequence[int]) -> Tensor | None:
+    return None if tokens is None else Ragged.from_rows([tokens[number] for number in numbers]).padded()
 
 
 def policy_inputs(outputs: TokenOutputs, rows: Batch, selected: Tensor | None = None) -> PolicyInputs:
@@ -153,7 +265,7 @@ def policy_inputs(outputs: TokenOutputs, rows: Batch, selected: Tensor | None = 
     )
 
 
-class ValueObjective:
+class ValueObjective(_Plain):
     """Clipped regression of values on returns, mean over tokens."""
 
     columns = ("values", "returns")
@@ -161,9 +273,6 @@ class ValueObjective:
 
     def __init__(self, update: ValueUpdate) -> None:
         self.update = update
-
-    def of_minibatch(self, number: int, batch: Batch, first_pass: FirstPass) -> ValueObjective:
-        return self
 
     def __call__(
         self, outputs: TokenOutputs, rows: Batch, numbers: Sequence[int], denominators: Denominators
@@ -177,17 +286,14 @@ class ValueObjective:
             clip=self.update.clip_value,
         )
         loss = aggregate(result.loss, mask, "token-mean", denominators=denominators, is_masked=True)
-        return loss, {**result.metrics, "critic/vf_loss": share_metric(loss, numbers, denominators)}
+        return loss, {**result.metrics, "critic/vf_loss": share_metric(loss, len(numbers), denominators)}
 
 
-class SftObjective:
+class SftObjective(_Plain):
     """Cross-entropy of the tokens under ``response_mask``, mean over tokens."""
 
     columns: tuple[str, ...] = ()
     head = HeadOptions()
-
-    def of_minibatch(self, number: int, batch: Batch, first_pass: FirstPass) -> SftObjective:
-        return self
 
     def __call__(
         self, outputs: TokenOutputs, rows: Batch, numbers: Sequence[int], denominators: Denominators
@@ -203,9 +309,9 @@ def _padded(values: Tensor | None, rows: Batch) -> Tensor:
     return rows.ragged("responses").with_values(values).padded()
 
 
-def share_metric(share: Tensor, rows: Sequence[int], denominators: Denominators) -> Mean:
+def share_metric(share: Tensor, num_rows: int, denominators: Denominators) -> Mean:
     """A share of a minibatch's loss as a metric: over it, sums are its loss and counts are 1."""
-    return Mean(float(share.detach()), len(rows) / denominators.num_rows)
+    return Mean(float(share.detach()), num_rows / max(denominators.num_rows, 1))
 
 
 def _token_mean(values: Tensor, mask: Tensor) -> Mean:

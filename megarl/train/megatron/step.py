@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -77,6 +77,9 @@ def update(
     for number, minibatch in enumerate(_plan(context, batch, minibatches, objective)):
         optimizer.zero_grad()
         current = objective.of_minibatch(number, batch, partial(_outputs, context, minibatch))
+        if current.kept is not None:
+            minibatch = replace(minibatch, denominators=_recounted(context, current.kept))
+        collected.append(current.minibatch_metrics)
         collected += _microbatch_metrics(context, batch, minibatch, current, train=True)
         if not minibatch.denominators.num_tokens:
             # Nothing to learn from: no gradient, and no weight decay or moment decay either.
@@ -89,6 +92,15 @@ def update(
         collected.append(_once(context, measured))
         collected.append({f"{context.prefix}/lr": Last(result.learning_rate)})
     return _merge_over_replicas(context, collected)
+
+
+def _recounted(context: StepContext, kept: Denominators) -> Denominators:
+    """Denominators of what replicas kept of a minibatch, known to all pipeline stages; collective."""
+    counts = torch.tensor([kept.num_tokens, kept.num_rows], dtype=torch.int64)
+    counts = mb.count_globally(counts, context.groups.dp)
+    # Only the last stage saw the log-probs: the others have counted nothing.
+    num_tokens, num_rows = mb.largest(counts, context.groups.pp).tolist()
+    return Denominators(num_tokens=num_tokens, num_rows=num_rows)
 
 
 def evaluate(context: StepContext, batch: Batch, objective: Objective) -> Metrics | None:
@@ -136,7 +148,8 @@ def _microbatch_metrics(
     def loss(outputs: TokenOutputs, microbatch: mb.Microbatch) -> tuple[Tensor, Metrics]:
         rows = columns.select(microbatch.rows).to(context.parts.device)
         share, metrics = objective(outputs, rows, microbatch.rows, minibatch.denominators)
-        return share, {**metrics, name: share_metric(share, microbatch.rows, minibatch.denominators)}
+        num_rows = objective.num_rows(microbatch.rows)
+        return share, {**metrics, name: share_metric(share, num_rows, minibatch.denominators)}
 
     def measure(outputs: TokenOutputs, microbatch: mb.Microbatch) -> Metrics:
         return loss(outputs, microbatch)[1] if microbatch.rows else {}

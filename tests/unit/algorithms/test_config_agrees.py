@@ -68,7 +68,7 @@ def test_names_agree() -> None:
 def test_preset_binds_builds_and_survives_a_round_trip(name: str) -> None:
     config = AlgorithmConfig.model_validate({"correction": {"preset": name}})
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
-    assert config.old_log_probs == name.partition("_")[0]
+    assert config.old_log_probs == {"disabled": "decoupled"}.get(name, name.partition("_")[0])
     section = config.correction
     Correction(
         None if section.weights == "none" else section.weights, section.upper, section.lower, section.normalize,

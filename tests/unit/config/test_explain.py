@@ -30,6 +30,13 @@ def test_allowed_values_and_required_keys():
     assert "default   none: it has to be given" in explain("model.path")
 
 
+def test_algorithms_that_set_a_key_are_listed():
+    text = explain("algorithm.policy_loss.clip_high")
+    assert "algorithm=dapo: 0.28 (configs/algorithm/dapo.yaml:" in text
+    assert "algorithm=gspo: " in text and "algorithm=kl_cov" not in text
+    assert "algorithm=ppo: 0.95 (configs/algorithm/ppo.yaml:" in explain("algorithm.advantage.lam")
+
+
 def test_presets_of_a_correction_are_listed_with_what_they_stand_for():
     text = explain("algorithm.correction.preset")
     for name in CORRECTION_PRESETS:

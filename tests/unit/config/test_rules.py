@@ -386,7 +386,7 @@ EFFECT_CASES = {
     "algorithm.correction.upper": ("3", [WEIGHTS]),
     "algorithm.correction.lower": ("0.5", [WEIGHTS]),
     "algorithm.correction.normalize": ("true", [WEIGHTS]),
-    "algorithm.correction.group_stats": ("all", ["algorithm.correction.reject=[{statistic: token_k3, upper: 1}]"]),
+    "algorithm.correction.group_stats": ("all", [REJECT]),
     "algorithm.advantage.gamma": ("0.9", CRITIC),
     "algorithm.advantage.lam": ("0.9", CRITIC),
     "algorithm.advantage.bootstrap_truncated": ("true", CRITIC),
@@ -419,6 +419,13 @@ def test_a_key_without_effect_is_refused(train_yaml: str, key: str):
         load_train(train_yaml, [*setup, f"{key}={value}", *OFF.get(key, [])])
     assert [line for line in caught.value.violations if line.startswith(key) and line.endswith(f"[rule {RULE}]")]
     load_train(train_yaml, [*setup, f"{key}={value}", *(on or [])])
+
+
+def test_baselines_of_bypass_know_no_rejection(train_yaml: str):
+    bypass = ["algorithm.old_log_probs=bypass", REJECT]
+    load_train(train_yaml, bypass)
+    with pytest.raises(ConfigError, match="key_has_effect"):
+        load_train(train_yaml, [*bypass, "algorithm.correction.group_stats=all"])
 
 
 def test_a_preset_does_not_stand_in_the_way_of_switching_off():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-import torch
 
 from megarl.config.schema.algorithm import FilterConfig
 from megarl.controller.rounds import Rounds
 from megarl.data.batch import Batch
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, PromptSource
+from megarl.data.sources import open_source
 from megarl.errors import DataError
 from megarl.observability.metrics import values
 from tests.unit.controller.batches import scored
+from tests.unit.data.chars import char_tokenizer
 
 
 class Prompts:
@@ -111,13 +114,31 @@ def test_the_metric_may_be_a_component():
         other.admit(batch)
 
 
-def test_a_stopped_run_draws_the_same_prompts_again():
-    """What is drawn depends on the scores alone, so the data's position after a step is that of an unbroken run."""
-    mixed = [1, 3, 4, 9, 10, 11]
-    unbroken = Prompts(mixed)
-    batches = [run(unbroken, 2, FilterConfig()).batch() for _ in range(2)]
-    resumed = Prompts(mixed)
-    run(resumed, 2, FilterConfig())
-    again = run(resumed, 2, FilterConfig()).batch()
-    assert torch.equal(again.tensor("group_id"), batches[1].tensor("group_id"))
-    assert resumed.drawn == unbroken.drawn
+def test_a_resumed_run_goes_on_behind_the_last_prompt_drawn(tmp_path: Path):
+    """With the real data source, stopped after a step that took several rounds."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"p{number}"}) + "\n" for number in range(20)))
+
+    def source() -> PromptSource:
+        return PromptSource(
+            [open_source({"kind": "file", "path": str(file), "weight": 1.0})],
+            char_tokenizer(),
+            max_prompt_tokens=20,
+            seed=5,
+        )
+
+    def step(prompts: PromptSource) -> tuple[list[int], int]:
+        scorer, rounds = Prompts(mixed=[1, 3, 4, 9, 10, 11, 17]), Rounds(prompts.next, 2, FilterConfig())
+        while rounds.wanted:
+            first = rounds.num_drawn
+            rounds.admit(scorer.score(rounds.prompts(), first))
+        return groups_of(rounds), rounds.num_drawn
+
+    unbroken, stopped = source(), source()
+    steps = [step(unbroken) for _ in range(3)]
+    assert max(drawn for _, drawn in steps) > 2
+    step(stopped)
+    resumed = source()
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert [step(resumed) for _ in range(2)] == steps[1:]
+    assert resumed.metrics() == unbroken.metrics()
