@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.load import load_sft, load_train
+from megarl.parallel.grid import ParallelLayout
+from megarl.planning.finding import errors
+from megarl.planning.forecast import check_memory, forecast
+from megarl.planning.gpus import GPUS
+from megarl.planning.known_models import known_spec
+from megarl.planning.memory import engine_bytes, state_bytes
+
+H100 = GPUS["h100"]
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("preset", "model"), [("grpo_7b", "Qwen2.5-7B"), ("ppo_7b", "Qwen2.5-7B"), ("grpo_70b", "Llama-3.3-70B")]
+)
+def test_presets_fit_the_gpus_they_are_made_for(preset: str, model: str):
+    config, spec = load_train(preset).config, known_spec(model)
+    expected = forecast(config, spec, spec, H100)
+    assert not list(check_memory(config, expected, gpu=H100, host_bytes=1000 * GIB))
+    assert all(0.2 < sum(parts.values()) / H100.memory_bytes < 0.9 for parts in expected.phases.values())
+
+
+def test_state_is_eighteen_bytes_a_parameter_and_less_with_replicas():
+    """Adam in mixed precision: 2 weight, 4 gradient, 12 optimizer (arXiv:1910.02054, 3.1; gradients in float32)."""
+    spec = known_spec("Llama-3.1-8B")
+    one = state_bytes(spec, ParallelLayout(), "bfloat16")
+    assert one.total / spec.num_parameters() == pytest.approx(18, rel=1e-3)
+    eight = state_bytes(spec, ParallelLayout(dp=8), "bfloat16")
+    assert eight.total / spec.num_parameters() == pytest.approx(6 + 12 / 8, rel=1e-3)
+    assert state_bytes(spec, ParallelLayout(dp=8), "bfloat16", distributed=False) == one
+
+
+def test_roles_that_take_turns_are_not_on_the_device_together():
+    config, spec = load_train("grpo_7b").config, known_spec("Qwen2.5-7B")
+    turns = forecast(config, spec, spec, H100)
+    assert "actor state" not in turns.phases["rollout"] and "kv cache" not in turns.phases["update_actor"]
+    assert turns.host["actor offloaded"] > 0
+    both = load_train("grpo_7b", ["actor.engine.offload=false"]).config
+    stay = forecast(both, spec, spec, H100)
+    assert "actor state" in stay.phases["rollout"] and "kv cache" in stay.phases["update_actor"]
+    assert "actor offloaded" not in stay.host
+    assert [finding.key for finding in errors(check_memory(both, stay, gpu=H100, host_bytes=None))]
+
+
+def test_split_roles_do_not_meet():
+    keys = ["cluster.placement=split", "cluster.num_nodes=2", "actor.engine.offload=false"]
+    config, spec = load_train("grpo_7b", keys).config, known_spec("Qwen2.5-7B")
+    phases = forecast(config, spec, spec, H100).phases
+    assert "actor state" not in phases["rollout"]
+    assert not {"kv cache", "engine weights"} & phases["update_actor"].keys()
+
+
+def test_key_value_heads_are_copied_where_ranks_are_more():
+    spec = known_spec("Qwen2.5-7B")
+    assert engine_bytes(spec, 4, "bfloat16")[1] == engine_bytes(spec, 4 * 7, "bfloat16")[1]
+    assert engine_bytes(spec, 2, "bfloat16")[1] == 2 * engine_bytes(spec, 4, "bfloat16")[1]
+
+
+def test_fine_tuning_has_one_phase():
+    config, spec = load_sft("sft_tiny").config, known_spec("Qwen2.5-7B")
+    assert list(forecast(config, spec, spec, None).phases) == ["update"]
