@@ -5,7 +5,7 @@ Usage: python benchmarks/controller.py [--ranks N ...] [--prompts 512] [--sample
 What runs is megarl's: ``controller/step.py``, worker groups with their splits and collections over a real Ray cluster,
 the rollout and reward roles, batch joins, advantages, minibatches, metrics. What is simulated are the workers: two Ray
 actors that stand for all ranks, answer with data of the right shape, and take the seconds the step-time model predicts
-for the phase, times ``--latency-scale`` (0.05). Weights are published by one call on each rank and engine, without
+for the phase, times ``--latency-scale`` (0.005). Weights are published by one call on each rank and engine, without
 transfer.
 
 The driver's own time is its CPU time (all its threads): the simulated workers share the machine's cores, so wall time
@@ -292,7 +292,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--latency-scale", type=float, default=0.05)
+    parser.add_argument("--latency-scale", type=float, default=0.005)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cluster = Cluster()

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megarl.errors import DataError
 
@@ -68,7 +69,11 @@ class Ragged:
         lengths = lengths.detach().to("cpu", torch.int64)
         if len(lengths) and int(lengths.max()) > padded.shape[1]:
             raise DataError(f"a row has length {int(lengths.max())}, the padded tensor holds {padded.shape[1]}")
-        return cls(padded[_mask(lengths, padded.shape[1], side).to(padded.device)], lengths)
+        if not len(lengths):
+            return cls(padded.reshape(0, *padded.shape[2:]), lengths)
+        rows = zip(padded.unbind(0), lengths.tolist(), strict=True)
+        parts = [row[:size] if side == "right" else row[row.shape[0] - size :] for row, size in rows]
+        return cls(torch.cat(parts), lengths)
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
@@ -150,9 +155,14 @@ class Ragged:
             DataError: a row is longer than ``length``.
         """
         width = self._width(length)
-        out = self.values.new_full((len(self), width, *self.values.shape[1:]), fill)
-        out[_mask(self.lengths, width, side).to(self.device)] = self.values
-        return out
+        if not len(self) or not self.max_length:
+            return self.values.new_full((len(self), width, *self.values.shape[1:]), fill)
+        # Row by row: several times faster than through a mask.
+        out = pad_sequence(self.rows(), batch_first=True, padding_value=fill, padding_side=side)
+        if width == out.shape[1]:
+            return out
+        beyond = self.values.new_full((len(self), width - out.shape[1], *self.values.shape[1:]), fill)
+        return torch.cat([out, beyond] if side == "right" else [beyond, out], dim=1)
 
     def equal(self, other: Ragged) -> bool:
         """Whether rows, dtype and values are the same."""
