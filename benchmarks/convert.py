@@ -2,8 +2,9 @@
 
 Usage: python benchmarks/convert.py [--gigabytes 2.7] [--repeats 3] [--directory DIR] [--tp N] [--pp N]
 
-The model is synthetic: bfloat16, five shards. All runs of a repeat follow each other with everything in the page cache;
-none waits for the disk, as ``cp`` does not either (``--fsync`` makes ours wait). Two workers. For each direction:
+The model is synthetic: bfloat16, five shards. All runs of a repeat follow each other with the source in the page cache
+and nothing left to be written; none waits for the disk, as ``cp`` does not either (``--fsync`` makes ours wait).
+Two workers. For each direction:
 
 - work: from the first phase of the conversion to the rename, as the command itself says;
 - whole: the process from start to end;
@@ -139,6 +140,8 @@ def repeat(model: Path, folder: Path, given: argparse.Namespace) -> dict[str, di
         ("to_megatron", [python, str(TOOLS / "hf_to_megatron.py"), str(model), str(folder / "dist"), *layout, *common]),
         ("to_hf", [python, str(TOOLS / "megatron_to_hf.py"), str(folder / "dist"), str(folder / "hf"), *common]),
     ):
+        # What earlier runs left to be written would throttle this one's writes.
+        os.sync()
         found[name] = timed(words)
         print(f"{name:12} " + "  ".join(f"{key} {value:8.2f}" for key, value in found[name].items()), flush=True)
         for done in {"cp": ["cp"], "safetensors": ["rw"], "to_hf": ["dist", "hf"]}.get(name, []):

@@ -15,7 +15,8 @@ from megarl.weights.conversion.compare import (
 )
 from megarl.weights.conversion.receipt import MANIFEST, read_receipt
 from megarl.weights.conversion.session import Settings
-from megarl.weights.conversion.sources import Source, open_source
+from megarl.weights.conversion.source import Source
+from megarl.weights.conversion.sources import open_source
 
 _SHOWN = 20
 

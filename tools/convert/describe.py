@@ -9,7 +9,8 @@ from pathlib import Path
 from megarl.errors import CheckpointError
 from megarl.models.registry import load_spec
 from megarl.weights.conversion.receipt import MANIFEST, read_receipt
-from megarl.weights.conversion.sources import Source, format_of, open_source
+from megarl.weights.conversion.source import Source
+from megarl.weights.conversion.sources import format_of, open_source
 from megarl.weights.files.arrays import ITEM_BYTES
 from megarl.weights.files.legacy import read_legacy, resolve_tracker
 from megarl.weights.files.safetensors_header import directory_arrays

@@ -9,12 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError, MegarlError
 from megarl.parallel.grid import VOCAB_ROWS_MULTIPLE, ParallelLayout
-from megarl.weights.conversion.session import Progress, Settings, remove_unfinished
+from megarl.weights.conversion.session import Progress, Settings
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -75,8 +74,6 @@ def layout_of(given: argparse.Namespace, *, has_experts: bool) -> ParallelLayout
 
 def settings_of(given: argparse.Namespace) -> Settings:
     """How to run."""
-    if not given.resume:
-        remove_unfinished(Path(os.path.abspath(given.target)))
     return Settings(given.workers, given.max_memory, given.resume, given.overwrite, not given.no_fsync)
 
 

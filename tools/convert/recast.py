@@ -9,9 +9,10 @@ from pathlib import Path
 from megarl.errors import CheckpointError
 from megarl.weights.conversion.dist_target import dist_target
 from megarl.weights.conversion.session import convert
-from megarl.weights.conversion.sources import Source, open_source
+from megarl.weights.conversion.source import Source
+from megarl.weights.conversion.sources import open_source
 from megarl.weights.conversion.target import Target
-from megarl.weights.conversion.targets import hf_target, legacy_target
+from megarl.weights.conversion.targets import hf_target, legacy_target, sharded_state_target
 from tools.convert.options import DTYPES, ProgressLine, layout_of, report, settings_of
 
 
@@ -61,6 +62,15 @@ def to_hf(source: Source, given: argparse.Namespace) -> int:
         )
 
     return _write(source, given, make, options)
+
+
+def to_sharded_state(source: Source, given: argparse.Namespace) -> int:
+    """Writes vLLM's sharded state for ``given.tp`` ranks."""
+    dtypes = target_dtypes(source, given.dtype)
+    options = {"format": "sharded_state", "dtype": given.dtype, "tp": given.tp}
+    if source.value_head:
+        raise CheckpointError("an engine samples: a critic has no sharded state", where=str(source.directory))
+    return _write(source, given, lambda place: sharded_state_target(place, source.spec, given.tp, dtypes), options)
 
 
 def target_dtypes(source: Source, wanted: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
     python tools/convert/reshard.py CHECKPOINT TARGET --tp 4 --pp 2                    torch_dist, cut for TP4 x PP2
     python tools/convert/reshard.py CHECKPOINT TARGET --format legacy --tp 2           mp_rank files
+    python tools/convert/reshard.py MODEL TARGET --format sharded_state --tp 2         what vLLM loads as sharded_state
 
 Optimizer moments and master weights of a torch_dist checkpoint come along unless --no-optimizer. State that belongs to
 ranks (random generators) has no counterpart in another layout and is left out.
@@ -26,15 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command(__doc__)
     parser.add_argument("source", help="checkpoint of any format")
     parser.add_argument("target", help="new directory")
-    parser.add_argument("--format", choices=("torch_dist", "legacy"), default="torch_dist")
+    parser.add_argument("--format", choices=("torch_dist", "legacy", "sharded_state"), default="torch_dist")
     parser.add_argument("--config", default=None, help="Hugging Face directory with configuration and tokenizer")
     parser.add_argument("--no-optimizer", action="store_true", help="weights only")
     add_layout_options(parser)
     add_run_options(parser)
     given = parser.parse_args(arguments)
-    from tools.convert.recast import open_for, to_megatron
+    from tools.convert.recast import open_for, to_megatron, to_sharded_state
 
     source = open_for(given)
+    if given.format == "sharded_state":
+        return to_sharded_state(source, given)
     if source.has_slots and not given.no_optimizer:
         if given.format == "legacy":
             sys.stderr.write("the optimizer state has no place in the legacy format; --no-optimizer says so\n")

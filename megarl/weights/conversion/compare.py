@@ -15,7 +15,7 @@ from megarl.errors import CheckpointError
 from megarl.models.spec import ModelSpec
 from megarl.weights.conversion.copying import Done, Job, run
 from megarl.weights.conversion.session import Settings
-from megarl.weights.conversion.sources import Source
+from megarl.weights.conversion.source import Source
 from megarl.weights.files.arrays import Array
 from megarl.weights.region import Box, Region
 

@@ -23,7 +23,7 @@ from megarl.models.rules import NamingScheme
 from megarl.models.spec import ModelSpec
 from megarl.parallel.grid import ParallelLayout
 from megarl.weights.conversion.dist_view import DistView, Entry, dist_view, is_indexed, slot_prefix
-from megarl.weights.conversion.sources import STATE_FILE, KeptState
+from megarl.weights.conversion.source import STATE_FILE, KeptState
 from megarl.weights.conversion.store import Store, prefixed
 from megarl.weights.conversion.target import Target
 from megarl.weights.files.torch_archive import plain_archive
@@ -42,17 +42,6 @@ from megarl.weights.region import Box, Region, Shape, contains, local_box, part_
 
 FILES_PER_RANK = 2
 """As Megatron-Core writes by default; writers of one file wait for each other."""
-
-_EXTRA_STATES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.core_attention",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""Modules whose sharded state names an ``_extra_state``; loading fails where one is absent, and none holds anything."""
 
 
 def dist_target(
@@ -106,7 +95,7 @@ def dist_target(
                 )
             tensors[chunk.key] = (dtype, tuple(map(max, shape, stops)))
     kept = kept or KeptState(plain_archive({"checkpoint_version": 3.0, "iteration": 0}), None, None)
-    objects = _extra_states(spec, view)
+    objects = _extra_states(view)
     if kept.entry is not None:
         objects[COMMON_KEY] = kept.entry
     laid_out = lay_out_torch_dist(tensors, chunks, objects)
@@ -203,13 +192,22 @@ def _trainer_state(
     return json.dumps({**trainer, "layout": None, "optimizer": optimizer, "files": files}, indent=1).encode()
 
 
-def _extra_states(spec: ModelSpec, view: DistView) -> dict[str, bytes]:
+def _extra_states(view: DistView) -> dict[str, bytes]:
+    """The empty ``_extra_state`` of every linear layer, norm and core attention.
+
+    A model that is loaded names one for each module of its own implementation (Megatron's linear layers; Transformer
+    Engine's norms and attention too), and fails where one is absent; what it does not name is passed over.
+    """
     empty = object_bytes(None)
-    found = {"decoder.final_layernorm._extra_state/shard_0_1": empty}
-    for layer in range(spec.num_layers):
-        for module in _EXTRA_STATES:
-            if view.indexed:
-                found[f"decoder.layers.{layer}.{module}._extra_state/shard_0_1"] = empty
-            else:
-                found[f"decoder.layers.{module}._extra_state/shard_{layer}_{spec.num_layers}"] = empty
+    shapes = view.shapes()
+    found: dict[str, bytes] = {}
+    for entry in view.entries:
+        module = entry.key.rpartition(".")[0]
+        if not (module.rpartition(".")[2].startswith("linear_") or module.endswith("layernorm")):
+            continue
+        counts = shapes[entry.key][: len(entry.lead)]
+        place = ".".join(map(str, entry.lead or (0,))) + "_" + ".".join(map(str, counts or (1,)))
+        found[f"{module}._extra_state/shard_{place}"] = empty
+        if module.endswith("self_attention.linear_proj"):
+            found[f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{place}"] = empty
     return found

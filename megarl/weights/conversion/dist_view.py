@@ -5,8 +5,7 @@ A parameter of an uncut model is one entry of a key's tensor: ``decoder.layers.3
 the layer in the key (``indexed``).
 
 Read from megatron-core 0.16.1 and 0.19.2: ``sharded_state_dict`` of ``transformer_block.py`` and ``moe/experts.py``;
-the key map of ``gpt_layer_specs.py``, by which Megatron's own layers save the norms of dense models under Transformer
-Engine's names.
+the key map of ``gpt_layer_specs.py``, by which Megatron's own layers save their norms under Transformer Engine's names.
 """
 
 from __future__ import annotations
@@ -86,10 +85,12 @@ class DistView:
 def dist_view(spec: ModelSpec, *, value_head: bool, naming: NamingScheme, indexed: bool = False) -> DistView:
     """The entries of a model."""
     entries: dict[str, Entry] = {}
+    # The specification of latent attention has no key map.
+    maps_norms = naming == "local" and spec.mla is None
     for region in megatron_regions(spec, ParallelLayout(), Coordinate(), value_head=value_head, naming=naming):
         entry = entries.get(region.local_name)
         if entry is None:
-            key, lead = dist_key(region.local_name, naming, indexed)
+            key, lead = dist_key(region.local_name, indexed, maps_norms=maps_norms)
             entry = entries[region.local_name] = Entry(key, lead, region.local_shape)
         entry.regions.append(region)
     return DistView(naming, indexed, list(entries.values()), spec.vocab_size)
@@ -100,8 +101,14 @@ def is_indexed(spec: ModelSpec) -> bool:
     return spec.moe is not None and bool(spec.moe.dense_layers)
 
 
-def dist_key(name: str, naming: NamingScheme, indexed: bool) -> tuple[str, tuple[int, ...]]:
-    """Key of an uncut model's parameter and its index in the key's tensor."""
+def dist_key(name: str, indexed: bool, *, maps_norms: bool) -> tuple[str, tuple[int, ...]]:
+    """Key of an uncut model's parameter and its index in the key's tensor.
+
+    Args:
+        name: the parameter.
+        indexed: keys carry the layer.
+        maps_norms: norms are saved under Transformer Engine's names.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         return name, ()
@@ -111,7 +118,7 @@ def dist_key(name: str, naming: NamingScheme, indexed: bool) -> tuple[str, tuple
     if expert := _EXPERT.fullmatch(rest):
         fc, kind = expert["fc"] or expert["grouped_fc"], expert["kind"] or expert["grouped_kind"]
         return f"{prefix}mlp.experts.experts.{fc}.{kind}", (*lead, int(expert["one"] or expert["other"]))
-    if naming == "local":
+    if maps_norms:
         for own, other in _LOCAL_KEYS.items():
             if rest.startswith(own):
                 rest = other + rest.removeprefix(own)

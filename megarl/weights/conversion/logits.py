@@ -26,7 +26,7 @@ from megarl.errors import CheckpointError
 from megarl.models.rules import NamingScheme
 from megarl.models.spec import ModelSpec, RopeScaling
 from megarl.weights.conversion.dist_view import dist_key
-from megarl.weights.conversion.sources import Source
+from megarl.weights.conversion.source import Source
 from megarl.weights.files.arrays import TORCH_NAMES, Array
 from megarl.weights.files.legacy import read_legacy
 from megarl.weights.files.torch_dist import DistCheckpoint, chunk_array, read_torch_dist
@@ -77,9 +77,9 @@ def _tensor(array: Array) -> Tensor:
 def _of_dist(checkpoint: DistCheckpoint, naming: NamingScheme) -> Parameters:
     def read(name: str, layer: int | None) -> list[Tensor]:
         full = name if layer is None else f"decoder.layers.{layer}.{name}"
-        key, lead = dist_key(full, naming, False)
+        key, lead = dist_key(full, False, maps_norms=naming == "local")
         if key not in checkpoint.tensors:
-            key, lead = dist_key(full, naming, True)
+            key, lead = dist_key(full, True, maps_norms=naming == "local")
         tensor = checkpoint.tensors[key]
         out = torch.zeros(tensor.shape[len(lead) :])
         for chunk in tensor.chunks:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.errors import CheckpointError
 from megarl.weights.conversion.copying import Done, Job
-from megarl.weights.conversion.sources import Source
+from megarl.weights.conversion.source import Source
 from megarl.weights.conversion.target import Target
 from megarl.weights.plan import Plan
 

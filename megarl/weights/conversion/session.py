@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from megarl.weights.conversion.copying import (
 )
 from megarl.weights.conversion.journal import Journal
 from megarl.weights.conversion.receipt import MANIFEST, receipt
-from megarl.weights.conversion.sources import HF_FOLDER, Source
+from megarl.weights.conversion.source import HF_FOLDER, Source
 from megarl.weights.conversion.target import Target
 from megarl.weights.files.arrays import Array
 from megarl.weights.plan import plan as plan_copies
@@ -198,13 +197,7 @@ def _identity(source: Source, plan_digest: str, options: Mapping[str, Any]) -> d
 
 
 def _companions(source: Source, target: Target, content: Mapping[str, Any]) -> dict[str, bytes]:
-    folder = "" if target.format == "hf" else f"{HF_FOLDER}/"
+    folder = "" if target.format in ("hf", "sharded_state") else f"{HF_FOLDER}/"
     files = {folder + name: data for name, data in source.companions.items()}
     files[MANIFEST] = (json.dumps(content, indent=1) + "\n").encode()
     return files
-
-
-def remove_unfinished(final: Path) -> None:
-    """Removes what an interrupted conversion left."""
-    shutil.rmtree(final.with_name(f".{final.name}.partial"), ignore_errors=True)
-    final.with_name(f".{final.name}.journal").unlink(missing_ok=True)

@@ -10,20 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import CheckpointError, LayoutError, ModelError
+from megarl.errors import CheckpointError, ModelError
 from megarl.models.registry import read_config, spec_from_config
-from megarl.models.rules import VALUE_HEAD, NamingScheme
+from megarl.models.rules import VALUE_HEAD
 from megarl.models.spec import ModelSpec
-from megarl.parallel.grid import ParallelLayout
 from megarl.weights.conversion.dist_view import SLOTS, dist_store, find_view, slot_prefix
+from megarl.weights.conversion.legacy_source import open_legacy
+from megarl.weights.conversion.source import HF_FOLDER, MTP, STATE_FILE, KeptState, Model, Source, dtypes_of
 from megarl.weights.conversion.store import Store, whole_region
 from megarl.weights.files.arrays import Array
 from megarl.weights.files.bits import CONVERTIBLE, FP8_BLOCK
-from megarl.weights.files.legacy import LegacyShard, is_legacy, read_legacy, resolve_tracker
+from megarl.weights.files.legacy import is_legacy, resolve_tracker
 from megarl.weights.files.pickles import is_plain
 from megarl.weights.files.safetensors_header import COMPANION_FILES, directory_arrays, listing, unused_tensors
 from megarl.weights.files.torch_archive import plain_archive
@@ -35,81 +35,7 @@ from megarl.weights.files.torch_dist import (
     is_torch_dist,
     read_torch_dist,
 )
-from megarl.weights.layout import canonical_shapes, megatron_regions, parameter_shapes
-from megarl.weights.region import Region
-
-OPTIMIZER_PREFIX = "optimizer.state."
-_EXACT = (VALUE_HEAD, "e_score_correction_bias")
-STATE_FILE = "state.json"
-HF_FOLDER = "hf"
-"""Where a Megatron checkpoint of ours keeps the model's configuration and tokenizer."""
-
-
-@dataclass
-class KeptState:
-    """What a torch_dist checkpoint holds beside tensors and goes along unchanged.
-
-    Args:
-        common: archive for ``common.pt``; None where it cannot be written without the classes it names.
-        entry: archive of the entry ``common_state``, where ``common`` is None.
-        trainer: contents of a megarl trainer's ``state.json``.
-    """
-
-    common: bytes | None
-    entry: bytes | None
-    trainer: dict[str, Any] | None
-
-
-@dataclass
-class Source:
-    """An opened checkpoint.
-
-    Args:
-        format: hf, torch_dist or legacy.
-        directory: with the files.
-        spec: the model.
-        value_head: whether it is a critic.
-        config: the Hugging Face configuration that goes with it.
-        companions: configuration and tokenizer files by name.
-        store: its regions and arrays.
-        dtypes: of every canonical tensor; for block-quantised ones, of what they are read as.
-        unused: what is not converted, with the reason.
-        scales: of block-quantised tensors.
-        slots: optimizer slots it holds.
-        naming: whose layers wrote it; None for Hugging Face's.
-        layout: whose shards it has; None where it is not cut by ranks.
-        files: all that belong to it.
-        kept: state that is no tensor and goes along.
-        iteration: of the run that wrote it.
-        arguments: of that run, where the checkpoint names them.
-    """
-
-    format: str
-    directory: Path
-    spec: ModelSpec
-    value_head: bool
-    config: dict[str, Any]
-    companions: dict[str, bytes]
-    store: Store
-    dtypes: dict[str, str]
-    unused: dict[str, str] = field(default_factory=dict)
-    scales: dict[str, Array] = field(default_factory=dict)
-    slots: tuple[str, ...] = ()
-    naming: NamingScheme | None = None
-    layout: ParallelLayout | None = None
-    files: list[Path] = field(default_factory=list)
-    kept: KeptState | None = None
-    iteration: int = 0
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether it holds optimizer state that another layout can take, read or not."""
-        return any(name.startswith(slot_prefix(slot)) for slot in SLOTS for name in (*self.unused, *self.dtypes))
-
-    def keeps_dtype(self, tensor: str) -> bool:
-        """Whether a tensor stays as it is when weights are converted: what is float32 for its precision's sake."""
-        return tensor.startswith(OPTIMIZER_PREFIX) or tensor.endswith(_EXACT)
+from megarl.weights.layout import canonical_shapes
 
 
 def format_of(directory: Path) -> str:
@@ -171,7 +97,7 @@ def open_source(
             where=str(found),
             fix="convert the weights only",
         )
-    return _open_legacy(found, model, value_head)
+    return open_legacy(found, model, value_head)
 
 
 def _config_home(given: Path | None, *places: Path) -> Path:
@@ -188,29 +114,20 @@ def _config_home(given: Path | None, *places: Path) -> Path:
     )
 
 
-@dataclass(frozen=True)
-class _Model:
-    """A model and the files that describe it."""
-
-    spec: ModelSpec
-    config: dict[str, Any]
-    companions: dict[str, bytes]
-
-
-def _model_at(home: Path, spec: ModelSpec | None) -> _Model:
+def _model_at(home: Path, spec: ModelSpec | None) -> Model:
     """The model of a directory with configuration and tokenizer, or the one that is given."""
     if spec is not None:
-        return _Model(spec, {}, {})
+        return Model(spec, {}, {})
     config = read_config(home)
     companions = {name: (home / name).read_bytes() for name in COMPANION_FILES if (home / name).exists()}
     if (quantization := config.get("quantization_config")) is not None:
         _check_quantization(quantization, home)
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         companions["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-    return _Model(spec_from_config(config, where=str(home / "config.json")), config, companions)
+    return Model(spec_from_config(config, where=str(home / "config.json")), config, companions)
 
 
-def _open_hf(directory: Path, model: _Model, value_head: bool | None) -> Source:
+def _open_hf(directory: Path, model: Model, value_head: bool | None) -> Source:
     spec, arrays = model.spec, directory_arrays(directory)
     is_value = VALUE_HEAD in arrays and _names_a_head(model.config) if value_head is None else value_head
     shapes = canonical_shapes(spec, value_head=is_value)
@@ -272,7 +189,7 @@ def _scale_problems(name: str, array: Array, scales: Array) -> list[str]:
     return []
 
 
-def _open_dist(directory: Path, model: _Model, value_head: bool | None, optimizer: bool) -> Source:
+def _open_dist(directory: Path, model: Model, value_head: bool | None, optimizer: bool) -> Source:
     checkpoint, spec = read_torch_dist(directory), model.spec
     if value_head is None:
         head = checkpoint.tensors.get("output_layer.weight")
@@ -293,6 +210,8 @@ def _open_dist(directory: Path, model: _Model, value_head: bool | None, optimize
             continue
         if key.startswith(("optimizer.", "chained_")):
             unused[key] = "optimizer state, not asked for"
+        elif key.startswith("mtp."):
+            unused[key] = MTP
         else:
             unknown.append(key)
     if unknown:
@@ -311,7 +230,7 @@ def _open_dist(directory: Path, model: _Model, value_head: bool | None, optimize
         model.config,
         model.companions,
         store,
-        _dtypes(store),
+        dtypes_of(store),
         unused,
         slots=held if optimizer else (),
         naming=view.naming,
@@ -341,105 +260,3 @@ def _kept(checkpoint: DistCheckpoint) -> tuple[KeptState, int]:
     state = checkpoint.directory / STATE_FILE
     trainer = json.loads(state.read_text(encoding="utf-8")) if state.exists() else None
     return KeptState(common, entry, trainer), iteration if isinstance(iteration, int) else 0
-
-
-def _dtypes(store: Store) -> dict[str, str]:
-    return {
-        region.tensor: store.array(rank, region).dtype for rank, regions in store.regions.items() for region in regions
-    }
-
-
-def _open_legacy(directory: Path, model: _Model, value_head: bool | None) -> Source:
-    shards, spec = read_legacy(directory), model.spec
-    if value_head is None:
-        heads = [shard.arrays[name] for shard in shards.values() for name in shard.arrays if "output_layer.w" in name]
-        value_head = (bool(heads) and heads[0].shape[0] == 1 and not spec.tied_embeddings) or (
-            bool(heads) and heads[0].shape == (1, spec.hidden_size)
-        )
-    layout = _legacy_layout(spec, shards)
-    names = {name for shard in shards.values() for name in shard.arrays}
-    naming: NamingScheme = "te" if any("linear_qkv.layer_norm_weight" in name for name in names) else "local"
-    if spec.mla is not None:
-        naming = "te" if any("up_proj.layer_norm_weight" in name for name in names) else "local"
-    grouped = any(".experts.linear_fc1.weight" in name for name in names)
-    store = Store()
-    problems: list[str] = []
-    for rank, coordinate in enumerate(layout.coordinates()):
-        key = (coordinate.tp, coordinate.pp, layout.expert_coordinate(coordinate).ep)
-        shard = shards.get(key)
-        if shard is None:
-            problems.append(f"no shard for {key}")
-            continue
-        regions = megatron_regions(
-            spec, layout, coordinate, value_head=value_head, naming=naming, grouped_experts=grouped
-        )
-        expected = parameter_shapes(regions)
-        where = shard.path.parent.name
-        known = {name: array for name, array in shard.arrays.items() if not name.endswith("_extra_state")}
-        problems += [f"{where} holds {name}, which no rule matches" for name in known if name not in expected]
-        by_name: dict[str, list[Region]] = {}
-        for region in regions:
-            by_name.setdefault(region.local_name, []).append(region)
-        for name, shape in expected.items():
-            if name not in known:
-                problems.append(f"{where} lacks {name}")
-            elif known[name].shape != shape:
-                problems.append(f"{where}: {name} has shape {list(known[name].shape)}, expected {list(shape)}")
-            else:
-                store.add(rank, known[name], by_name[name])
-    if problems:
-        raise CheckpointError(f"checkpoint and model disagree: {listing(problems)}", where=str(directory))
-    rest = sorted({name for shard in shards.values() for name in shard.rest})
-    unused = {name: "state of the run that is no weight" for name in rest}
-    first = next(iter(shards.values()))
-    return Source(
-        "legacy",
-        directory,
-        spec,
-        value_head,
-        model.config,
-        model.companions,
-        store,
-        _dtypes(store),
-        unused,
-        naming=naming,
-        layout=layout,
-        files=[shard.path for shard in shards.values()],
-        iteration=first.iteration,
-        arguments=first.arguments,
-    )
-
-
-def _legacy_layout(spec: ModelSpec, shards: Mapping[tuple[int, int, int], LegacyShard]) -> ParallelLayout:
-    """The layout that shards have, from their names, their layers and the run's arguments."""
-    first = next(iter(shards.values()))
-    arguments = first.arguments
-    tp, pp, ep = (max(key[axis] for key in shards) + 1 for axis in range(3))
-    etp = int(arguments.get("expert_tensor_parallel_size") or tp) if spec.moe is not None else 1
-    rows = next(
-        (array.shape[0] for name, array in first.arrays.items() if name.endswith("word_embeddings.weight")), None
-    )
-    layout = ParallelLayout(tp=tp, pp=pp, vpp=max(1, first.num_chunks), ep=ep, etp=etp, dp=max(1, ep * etp // tp))
-    if rows is not None:
-        layout = replace(layout, vocab_rows_multiple=rows)
-    pipeline = arguments.get("pipeline_model_parallel_layout")
-    if isinstance(pipeline, str):
-        return replace(layout, pipeline=pipeline)
-    if pp == 1:
-        return layout
-    counts = [_layers_in(shards[0, stage, 0]) for stage in range(pp)]
-    if sum(counts) != spec.num_layers:
-        raise LayoutError(f"the shards hold {sum(counts)} layers, the model has {spec.num_layers}")
-    if len(set(counts)) == 1:
-        return layout
-    return replace(layout, first_stage_layers=counts[0], last_stage_layers=counts[-1])
-
-
-def _layers_in(shard: LegacyShard) -> int:
-    return len(
-        {
-            tuple(name.split(".layers.")[:1] + name.split(".layers.")[1].split(".")[:1])
-            for name in shard.arrays
-            if ".layers." in name
-        }
-    )

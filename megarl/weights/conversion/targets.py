@@ -1,7 +1,8 @@
-"""Targets of the formats that store parameters as they are: Hugging Face directories and Megatron's legacy shards."""
+"""Targets of the formats that store parameters as they are: Hugging Face, Megatron's legacy shards, vLLM's state."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from megarl.models.spec import ModelSpec
 from megarl.parallel.grid import ParallelLayout
 from megarl.weights.conversion.store import Store, whole_region
 from megarl.weights.conversion.target import Target
+from megarl.weights.engine_layout import engine_regions
 from megarl.weights.files.arrays import Array
 from megarl.weights.files.legacy import SHARD_FILE, TRACKER, lay_out_shard, shard_directory
+from megarl.weights.files.safetensors_header import header_of
 from megarl.weights.files.safetensors_target import DEFAULT_SHARD_BYTES, index_of, lay_out_safetensors
 from megarl.weights.layout import canonical_shapes, megatron_regions
 from megarl.weights.region import Region, Shape
@@ -93,6 +96,44 @@ def legacy_target(
             store.add(rank, Array(directory / file, begin, dtype, shape), parameters[parameter])
     tracker = (TRACKER, (str(iteration) if iteration else "release").encode())
     return Target("legacy", directory, store, sizes, segments, lambda: [tracker])
+
+
+SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+"""Buffers of vLLM's attention layers that its loader of sharded states asks for; 1 where nothing is quantised."""
+
+
+def sharded_state_target(directory: Path, spec: ModelSpec, tp: int, dtypes: Mapping[str, str]) -> Target:
+    """What vLLM loads with ``load_format=sharded_state``: each tensor-parallel rank's parameters in a file of its own.
+
+    Raises:
+        CheckpointError: latent attention, of which an engine keeps other weights than the model's, or tensors of one
+            parameter with different dtypes.
+        LayoutError: the model does not divide by ``tp``.
+    """
+    if spec.mla is not None:
+        raise CheckpointError(f"vLLM derives weights of {spec.family} after loading; its sharded state is not written")
+    store = Store()
+    sizes: dict[str, int] = {}
+    segments: dict[str, list[tuple[int, bytes]]] = {}
+    for rank in range(tp):
+        parameters: dict[str, list[Region]] = {}
+        for region in engine_regions(spec, tp, rank):
+            parameters.setdefault(_state_name(region.local_name, spec), []).append(region)
+        table = {name: _entry(name, found, dtypes) for name, found in parameters.items()}
+        ones = [f"model.layers.{layer}.self_attn.attn.{scale}" for layer in range(spec.num_layers) for scale in SCALES]
+        file = f"model-rank-{rank}-part-0.safetensors"
+        # Scalars behind the weights, so that those stay aligned.
+        header, offsets, sizes[file] = header_of({**table, **{name: ("F32", ()) for name in ones}})
+        segments[file] = [(0, header), *((offsets[name], struct.pack("<f", 1.0)) for name in ones)]
+        for name, (dtype, shape) in table.items():
+            array = Array(directory / file, offsets[name], dtype, shape)
+            store.add(rank, array, [replace(region, local_name=name) for region in parameters[name]])
+    return Target("sharded_state", directory, store, sizes, segments, list)
+
+
+def _state_name(parameter: str, spec: ModelSpec) -> str:
+    """Name in an engine's state: of a tied embedding and head, which are one tensor, it keeps the smaller."""
+    return "lm_head.weight" if spec.tied_embeddings and parameter == "model.embed_tokens.weight" else parameter
 
 
 def _entry(name: str, regions: list[Region], dtypes: Mapping[str, str]) -> tuple[str, Shape]:

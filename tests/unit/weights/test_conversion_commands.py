@@ -17,9 +17,11 @@ from megarl.models.tiny import tiny_config, write_tiny
 from megarl.weights.conversion.compare import argument_differences, option_differences
 from megarl.weights.conversion.logits import compare_layers
 from megarl.weights.conversion.sources import open_source
+from megarl.weights.engine_layout import engine_regions
 from megarl.weights.files.safetensors_writer import write_hf
 from megarl.weights.files.torch_dist import chunk_array, read_torch_dist
-from megarl.weights.layout import canonical_shapes
+from megarl.weights.layout import canonical_shapes, parameter_shapes
+from megarl.weights.pieces import fill
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools/convert"
@@ -91,6 +93,29 @@ def test_through_another_layout_another_format_and_another_dtype(tmp_path, model
     text = tool("diff.py", tmp_path / "hf", model, expected=1)
     assert "0 tensors are equal" in text and "model.norm.weight: BF16 and F32" in text
     assert "tensors are equal, 0 differences" in tool("diff.py", tmp_path / "hf", tmp_path / "legacy")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_engines_ranks_get_their_own_parameters(tmp_path, tied):
+    from safetensors.torch import load_file
+
+    directory = make_model(tmp_path, tie_word_embeddings=tied)
+    weights = load_file(directory / "model.safetensors")
+    tool("reshard.py", directory, tmp_path / "engine", "--format", "sharded_state", "--tp", 4, "--no-fsync")
+    spec = load_spec(directory)
+    for rank in range(4):
+        held = load_file(tmp_path / f"engine/model-rank-{rank}-part-0.safetensors")
+        scales = {name for name in held if name.endswith("_scale")}
+        assert len(scales) == 4 * spec.num_layers and all(held[name] == 1 for name in scales)
+        regions = engine_regions(spec, 4, rank)
+        expected = {name: torch.ones(shape) for name, shape in parameter_shapes(regions).items()}
+        fill(regions, expected, lambda region: weights[region.tensor][region.slices])
+        if tied:
+            # An engine keeps the smaller of two names of one tensor.
+            expected["lm_head.weight"] = expected.pop("model.embed_tokens.weight")
+        assert held.keys() - scales == expected.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+    assert (tmp_path / "engine/config.json").read_bytes() == (directory / "config.json").read_bytes()
 
 
 def test_where_a_tensor_lives(model, dist):

@@ -26,7 +26,8 @@ from megarl.weights.conversion.copying import Done
 from megarl.weights.conversion.dist_target import dist_target
 from megarl.weights.conversion.journal import Journal
 from megarl.weights.conversion.session import Settings, convert
-from megarl.weights.conversion.sources import Source, open_source
+from megarl.weights.conversion.source import Source
+from megarl.weights.conversion.sources import open_source
 from megarl.weights.conversion.targets import hf_target, legacy_target
 from megarl.weights.files.safetensors_header import directory_arrays
 from megarl.weights.files.safetensors_writer import write_hf
