@@ -8,8 +8,8 @@ Invariants:
 2. Every element of every source region is in a copy or counted in ``dropped``, with the reason.
 3. The plan is a function of its arguments: neither the order of ranks nor that of tensors matters. Two processes hold
    the same plan if and only if the digests agree.
-4. Replicas of a box share the sending: the sender is on the destination's host where one is, and else has the least
-   to send.
+4. Replicas of a box share the sending: a sender is on the destination's host where one is, and has the least to send;
+   a box that is a large part of a sender's share is cut by rows.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from megarl.weights.partition import Partition
 from megarl.weights.region import Box, Region, part_of, union_volume, volume
 
 _SHOWN = 20
+
+# A box is cut where it is more than an eighth of a sender's even share, and not below 64 Ki elements.
+_PARTS_OF_A_SHARE = 8
+_LEAST_PART = 1 << 16
 
 PADDING, REPLICA, TIED = "padding", "replica", "tied copy"
 
@@ -282,6 +286,7 @@ def _assigned(
     requests: Sequence[_Request], source_hosts: Mapping[int, str], destination_hosts: Mapping[int, str]
 ) -> tuple[Copy, ...]:
     """Every request with its sender: those without a choice first, then the largest, each to the least loaded."""
+    requests = list(_shared(requests, source_hosts, destination_hosts))
     loads: dict[int, int] = defaultdict(int)
     chosen: list[Holder | None] = [None] * len(requests)
     open_requests: list[tuple[int, int]] = []
@@ -294,9 +299,7 @@ def _assigned(
             open_requests.append((-size, index))
     for size, index in sorted(open_requests):
         request = requests[index]
-        host = destination_hosts.get(request.destination)
-        near = [holder for holder in request.holders if host is not None and source_hosts.get(holder[0]) == host]
-        holder = min(near or request.holders, key=lambda holder: (loads[holder[0]], holder))
+        holder = min(request.holders, key=lambda holder: (loads[holder[0]], holder))
         chosen[index] = holder
         loads[holder[0]] -= size
     return tuple(
@@ -304,6 +307,34 @@ def _assigned(
         for request, holder in zip(requests, chosen, strict=True)
         if holder is not None
     )
+
+
+def _shared(
+    requests: Sequence[_Request], source_hosts: Mapping[int, str], destination_hosts: Mapping[int, str]
+) -> Iterator[_Request]:
+    """Requests with the holders that may send them, those on the destination's host where there are any.
+
+    What is a large part of a sender's even share is cut by rows, so that several can have a part of it: a small model's
+    embedding is a quarter of it.
+    """
+    senders = {holder[0] for request in requests for holder in request.holders}
+    total = sum(volume(request.box) for request in requests)
+    most = max(_LEAST_PART, total // (max(1, len(senders)) * _PARTS_OF_A_SHARE))
+    for request in requests:
+        if len(request.holders) == 1:
+            yield request
+            continue
+        host = destination_hosts.get(request.destination)
+        near = [holder for holder in request.holders if host is not None and source_hosts.get(holder[0]) == host]
+        able = near or request.holders
+        rows = request.box[0][1] - request.box[0][0] if len(request.box) > 1 else 1
+        parts = min(len(able), rows, -(-volume(request.box) // most))
+        start = request.box[0][0] if request.box else 0
+        for part in range(parts):
+            box = request.box
+            if parts > 1:
+                box = ((start + rows * part // parts, start + rows * (part + 1) // parts), *request.box[1:])
+            yield request._replace(box=box, holders=able)
 
 
 def _dropped(

@@ -10,7 +10,7 @@ from megarl.weights.check import check_plan
 from megarl.weights.pieces import check_replicas, region_view
 from megarl.weights.plan import PADDING, REPLICA, TIED, Dropped, plan
 from megarl.weights.plan_json import from_json, to_json
-from megarl.weights.region import Region, part_of, union_volume
+from megarl.weights.region import Region, part_of, union_volume, volume
 
 
 def rows(start: int, stop: int, *, of: int = 8, name: str = "w", tensor: str = "t", local: int | None = None) -> Region:
@@ -51,6 +51,19 @@ def test_who_has_no_choice_counts_first():
     sources = {0: [rows(0, 8), rows(0, 4, of=4, tensor="s", name="v")], 1: [rows(0, 4, of=4, tensor="s")]}
     made = plan(sources, {0: [rows(0, 8), rows(0, 4, of=4, tensor="s", name="v")]})
     assert {copy.tensor: copy.source for copy in made.copies} == {"t": 0, "s": 1}
+
+
+def test_a_large_tensor_is_cut_among_its_replicas():
+    """One tensor is most of the model: each of three replicas sends a third of it, to either destination."""
+    large = Region("t", (3000, 100), ((0, 3000), (0, 100)), "w", (3000, 100), 0, (100, 1))
+    small = rows(0, 4, of=4, tensor="s", name="v")
+    made = plan({rank: [large, small] for rank in range(3)}, {rank: [large, small] for rank in range(2)})
+    check_plan(made)
+    sent = [sum(volume(copy.box) for copy in made.sends(rank)) for rank in range(3)]
+    assert max(sent) - min(sent) <= volume(small.box) * 2
+    assert [copy.box[0] for copy in made.receives(1) if copy.tensor == "t"] == [(0, 1000), (1000, 2000), (2000, 3000)]
+    alone = plan({0: [large]}, {0: [large]})
+    assert len(alone.copies) == 1
 
 
 def test_what_is_not_sent_is_listed_with_its_reason():
