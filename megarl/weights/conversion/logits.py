@@ -2,7 +2,7 @@
 
 The parameters are taken as they lie in the files (``linear_qkv`` interleaved by group, ``linear_fc1`` as gate and up of
 each rank) and never pass through the rules that wrote them: a wrong rule, which a round trip would undo, shows here.
-Needs torch, and transformers for the comparison. Llama-like dense models.
+Needs torch, and transformers for the comparison. Llama-like dense models, and expert models with softmax routing.
 
 Formulas: RMSNorm (arXiv:1910.07467), rotary embeddings of halves (arXiv:2104.09864, as Llama's checkpoints have them),
 grouped-query attention (arXiv:2305.13245), SwiGLU (arXiv:2002.05202).
@@ -54,13 +54,17 @@ def parameters_of(source: Source) -> Parameters:
     """Access to a Megatron checkpoint's parameters as they lie in the files.
 
     Raises:
-        CheckpointError: a Hugging Face directory, or a model that is not Llama-like and dense.
+        CheckpointError: a Hugging Face directory, or a model whose forward pass is not here.
     """
     spec = source.spec
-    if spec.moe is not None or spec.mla is not None or source.value_head:
+    routed = spec.moe is not None and (spec.moe.score != "softmax" or spec.moe.num_groups > 1)
+    if routed or spec.mla is not None or source.value_head:
         raise CheckpointError(
-            f"logits are compared for dense language models, not for {spec.family}", fix="leave out --logits"
+            f"logits of {spec.family} are not compared: latent attention, routing in groups and critics are left out",
+            fix="leave out --logits",
         )
+    if spec.moe is not None and source.format != "torch_dist":
+        raise CheckpointError("logits of expert models are compared for torch_dist only", fix="reshard it first")
     if source.format == "torch_dist":
         return _of_dist(read_torch_dist(source.directory), source.naming or "te")
     if source.format == "legacy":
@@ -131,16 +135,15 @@ def forward(spec: ModelSpec, naming: NamingScheme, read: Parameters, tokens: Ten
     hidden = rows[tokens]
     yield "embedding", hidden
     angles = rotary_angles(spec, len(tokens))
-    first, second = (
-        ("input_layernorm.weight", "pre_mlp_layernorm.weight")
-        if naming == "local"
-        else ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
-    )
+    fused = naming == "te"
+    first = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
     for layer in range(spec.num_layers):
         normed = rms_norm(hidden, read(first, layer)[0], spec.rms_norm_eps)
         hidden = hidden + attention(spec, read, layer, normed, angles)
+        is_routed = spec.has_experts(layer)
+        second = "mlp.linear_fc1.layer_norm_weight" if fused and not is_routed else "pre_mlp_layernorm.weight"
         normed = rms_norm(hidden, read(second, layer)[0], spec.rms_norm_eps)
-        hidden = hidden + feed_forward(read, layer, normed)
+        hidden = hidden + (experts(spec, read, layer, normed) if is_routed else feed_forward(read, layer, normed))
         yield f"layer {layer}", hidden
     hidden = rms_norm(hidden, read("decoder.final_layernorm.weight", None)[0], spec.rms_norm_eps)
     head = rows if spec.tied_embeddings else torch.cat(read("output_layer.weight", None))
@@ -176,10 +179,31 @@ def attention(spec: ModelSpec, read: Parameters, layer: int, x: Tensor, angles: 
     return total
 
 
-def feed_forward(read: Parameters, layer: int, x: Tensor) -> Tensor:
+def experts(spec: ModelSpec, read: Parameters, layer: int, x: Tensor) -> Tensor:
+    """Softmax routing to the top experts (arXiv:2401.04088), and the shared experts with their gate where there are."""
+    moe = spec.moe
+    assert moe is not None
+    scores = (x @ read("mlp.router.weight", layer)[0].T).softmax(-1)
+    weights, chosen = scores.topk(moe.top_k, dim=-1)
+    if moe.normalize_top_k:
+        weights = weights / weights.sum(-1, keepdim=True)
+    total = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        output = feed_forward(read, layer, x[token], f"mlp.experts.local_experts.{expert}.")
+        total.index_add_(0, token, moe.routed_scale * weights[token, place, None] * output)
+    if moe.shared_ffn_hidden_size:
+        shared = feed_forward(read, layer, x, "mlp.shared_experts.")
+        if moe.shared_gate:
+            shared = shared * (x @ read("mlp.shared_experts.gate_weight", layer)[0].T).sigmoid()
+        total = total + shared
+    return total
+
+
+def feed_forward(read: Parameters, layer: int, x: Tensor, module: str = "mlp.") -> Tensor:
     """SwiGLU; every rank's rows in turn."""
     total = torch.zeros_like(x)
-    weights = zip(read("mlp.linear_fc1.weight", layer), read("mlp.linear_fc2.weight", layer), strict=True)
+    weights = zip(read(module + "linear_fc1.weight", layer), read(module + "linear_fc2.weight", layer), strict=True)
     for both, down in weights:
         gate, up = (x @ both.T).chunk(2, dim=-1)
         total = total + (functional.silu(gate) * up) @ down.T

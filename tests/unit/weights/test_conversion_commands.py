@@ -182,3 +182,55 @@ def test_the_forward_pass_from_the_files_is_transformers(tmp_path, family, optio
         found = list(compare_layers(open_source(tmp_path / kind), directory, [3, 250, 17, 90, 4, 260, 77]))
         assert [entry.layer for entry in found] == ["embedding", "layer 0", "layer 1", "layer 2", "logits"]
         assert max(entry.relative for entry in found) < 1e-5
+
+
+def expert_model(directory: Path, family: str) -> Path:
+    """A tiny model of transformers' own, with random weights."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+    }
+    options = {
+        "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 12},
+        "qwen3_moe": {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "head_dim": 16,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+        "qwen2_moe": {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "norm_topk_prob": False,
+        },
+    }
+    classes = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe"}
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{classes[family]}Config")(**sizes, **options[family])
+    getattr(transformers, f"{classes[family]}ForCausalLM")(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_expert_models_compute_what_transformers_does(tmp_path, family):
+    directory = expert_model(tmp_path / "hf", family)
+    for naming in ("te", "local"):
+        tool("hf_to_megatron.py", directory, tmp_path / naming, "--tp", 2, "--naming", naming, "--no-fsync")
+        found = list(compare_layers(open_source(tmp_path / naming), directory, [3, 60, 17, 40, 4, 66, 5]))
+        assert max(entry.relative for entry in found) < 1e-5
+    tool("megatron_to_hf.py", tmp_path / "te", tmp_path / "back", "--no-fsync")
+    assert "0 differences" in tool("diff.py", tmp_path / "back", directory)
