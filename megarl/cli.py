@@ -157,6 +157,9 @@ def _train(options: argparse.Namespace, run_dir: list[str]) -> int:
         return 0
     run_dir.append(loaded.config.run.dir)
     _check_model(loaded.config)
+    # A user's own estimator, loss or reward may lie where the run is started, as it may under ``python -m megarl``.
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))
 
     from megarl.controller.loop import train  # needs torch and ray
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,6 +119,17 @@ def test_one_message_an_exit_code_and_nothing_written(
     for text in said:
         assert text in captured.err
     assert not (root / "run").exists()
+
+
+def test_a_module_of_ones_own_is_found_where_the_run_is_started(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (root / "own_estimator_here.py").write_text("def mine(inputs, *, scale=1.0):\n    return None\n")
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(Path.cwd()))])
+    own = ["algorithm.advantage.kind='own_estimator_here:mine'", "algorithm.advantage.options={size: 2}"]
+    assert cli.main(["train", str(root / "preset.yaml"), "reward.kind=math_verify", *own]) == 2
+    assert "does not take 'size'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
