@@ -3,7 +3,7 @@
 A pass reads a [B, T] float32 tensor and writes it to memory the process has not touched yet, as a function does that
 returns a new tensor: ``fresh.copy_(source)`` with ``fresh`` just mapped. The time of the same copy into memory already
 in use is printed beside it. Functions of both take turns; passes are by the fastest call and by the median one.
-Usage: python benchmarks/algorithms.py [--quick] [--threads N] [--only "remax,loss gpg"]
+Usage: python benchmarks/algorithms.py [--quick] [--threads N] [--cpu-time] [--only "remax,loss gpg"]
 The last line is one JSON object; ``value`` is the worst ratio of a measured time to its target.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megarl.algorithms.advantages import ESTIMATORS, build_estimator
-from megarl.algorithms.aggregate import aggregate, count
+from megarl.algorithms.aggregate import aggregate, aggregate_rows, count
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, build_policy_loss
 from megarl.algorithms.value_losses import value_loss
@@ -50,10 +50,11 @@ OPTIONS: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.5}}
 
 
 class Times:
-    """Wall times of calls that take turns, so that a busy machine is busy for all of them."""
+    """Times of calls that take turns, so that a busy machine is busy for all of them."""
 
-    def __init__(self, functions: dict[str, Callable[[], object]]) -> None:
+    def __init__(self, functions: dict[str, Callable[[], object]], clock: Callable[[], float]) -> None:
         self._functions = functions
+        self._clock = clock
         self.seconds: dict[str, list[float]] = {name: [] for name in functions}
 
     def measure(self, seconds: float) -> None:
@@ -63,9 +64,9 @@ class Times:
         end, rounds = time.perf_counter() + seconds, 0
         while rounds < 3 or time.perf_counter() < end:
             for name, function in self._functions.items():
-                start = time.perf_counter()
+                start = self._clock()
                 function()
-                self.seconds[name].append(time.perf_counter() - start)
+                self.seconds[name].append(self._clock() - start)
             rounds += 1
 
 
@@ -127,9 +128,9 @@ def ours(b: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
             if loss.needs_first_pass:
                 chosen = loss.first_pass(inputs, row_id=torch.arange(len(new)), seed=0)
                 inputs = PolicyInputs(new, b["old"], b["advantages"], b["mask"], selected=chosen)
-            token = loss(inputs).loss
             mode = loss.aggregation or "token-mean"
-            aggregate(token, b["mask"], mode, denominators=denominators, is_masked=True).backward()
+            sums = loss.row_sums(inputs).sums
+            aggregate_rows(sums, b["mask"], mode, denominators=denominators).backward()
 
         return run
 
@@ -285,11 +286,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a quarter of the time per case")
     parser.add_argument("--threads", type=int, help="threads of torch; default: its own choice")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of one thread: right on a busy machine too")
     parser.add_argument("--only", help="names of cases, comma-separated")
     arguments = parser.parse_args()
     seconds = 0.3 if arguments.quick else 1.2
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    if arguments.threads or arguments.cpu_time:
+        torch.set_num_threads(1 if arguments.cpu_time else arguments.threads)
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
     keep_freed_memory()
     try:
         core: types.ModuleType | None = load_verl()
@@ -298,7 +301,7 @@ def main() -> None:
         core = None
     worst, slower, details = 0.0, [], {}
     for rows, tokens in SHAPES:
-        for name, best, median in measure_shape(rows, tokens, core, seconds, arguments.only):
+        for name, best, median in measure_shape(rows, tokens, core, seconds, clock, arguments.only):
             details[f"{name} {rows}x{tokens}"] = {"fastest": best, "median": median}
             worst = max(worst, best["megarl"] / TARGET_PASSES.get(name, float("inf")))
             if best.get("verl", float("inf")) < best["megarl"]:
@@ -313,23 +316,29 @@ def main() -> None:
         "peer": VERL if core else None,
         "passes": details,
         "machine": f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads",
+        "clock": "CPU time of one thread" if arguments.cpu_time else "wall time",
     }
     print(json.dumps(result))
 
 
 def measure_shape(
-    rows: int, tokens: int, core: types.ModuleType | None, seconds: float, only: str | None
+    rows: int,
+    tokens: int,
+    core: types.ModuleType | None,
+    seconds: float,
+    clock: Callable[[], float],
+    only: str | None,
 ) -> list[tuple[str, dict[str, float], dict[str, float]]]:
     """Name, fastest and median passes of megarl and verl for each case."""
     batch, source = make_batch(rows, tokens), torch.randn(rows, tokens)
     used = torch.empty_like(source)
-    passes = Times({"fresh": lambda: copy_to_fresh_memory(source), "in use": lambda: used.copy_(source)})
+    passes = Times({"fresh": lambda: copy_to_fresh_memory(source), "in use": lambda: used.copy_(source)}, clock)
     theirs = {} if core is None else peers(batch, core)
     cases: list[tuple[str, Times]] = []
     for name, function in ours(batch).items():
         if only is None or name in only.split(","):
             both = {"megarl": function} | ({"verl": theirs[name]} if name in theirs else {})
-            cases.append((name, Times(both)))
+            cases.append((name, Times(both, clock)))
             cases[-1][1].measure(seconds)
             passes.measure(0.02)
     best_pass, median_pass = (how(passes.seconds["fresh"]) for how in (min, statistics.median))

@@ -78,6 +78,26 @@ def aggregate(
     Raises:
         ConfigError: unknown mode, or seq-mean-token-sum-norm without a length.
     """
+    wide = widen(token_loss)
+    row_sums: Tensor = wide.sum(-1) if is_masked else _RowSums.apply(wide, response_mask)
+    return aggregate_rows(row_sums, response_mask, mode, denominators=denominators, length=length)
+
+
+def aggregate_rows(
+    row_sums: Tensor,
+    response_mask: Tensor,
+    mode: Aggregation,
+    *,
+    denominators: Denominators,
+    length: int | None = None,
+) -> Tensor:
+    """The same from the sums of the token losses over each row, of which every mean is made.
+
+    Shapes: row_sums [B] at least float32, 0 for empty rows; response_mask [B, T] bool. Returns a scalar.
+
+    Raises:
+        ConfigError: as above.
+    """
     if denominators.num_tokens == 0:
         logger.warning("minibatch without a single valid token: its loss is 0")
     tokens = max(denominators.num_tokens, 1)
@@ -94,11 +114,9 @@ def aggregate(
         weight = 1 / (rows * length)
     elif mode == "seq-mean-token-mean":
         per_row = count_row_tokens(response_mask).clamp(min=1)
-        weight = (per_row * rows).to(widen(token_loss[:0]).dtype).reciprocal()
+        weight = (per_row * rows).to(row_sums.dtype).reciprocal()
     else:
         raise ConfigError(f"unknown loss aggregation {mode!r}")
-    wide = widen(token_loss)
-    row_sums: Tensor = wide.sum(-1) if is_masked else _RowSums.apply(wide, response_mask)
     return (row_sums * weight).sum()
 
 

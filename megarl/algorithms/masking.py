@@ -126,8 +126,9 @@ def count_below(left: Tensor, right: Tensor) -> Tensor:
 
 
 def attach(source: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-    """``value`` with the given elementwise derivative ``slope`` with respect to ``source``; all of one shape.
+    """``value`` with the given elementwise derivative ``slope`` with respect to ``source``.
 
+    Shapes: source and slope [B, T]; value [B, T], or [B] where it is the sum of a row whose terms have that slope.
     Losses state their derivative beside their formula: one saved tensor instead of an autograd graph of twenty.
     """
     if not (source.requires_grad and torch.is_grad_enabled()):
@@ -147,6 +148,8 @@ class _Attach(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         (slope,) = ctx.saved_tensors
+        if grad.dim() < slope.dim():
+            grad = grad[:, None]
         return (grad * slope).to(ctx.source_dtype), None, None
 
 

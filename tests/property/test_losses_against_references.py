@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.aggregate import Aggregation, aggregate, count
+from megarl.algorithms.aggregate import Aggregation, aggregate, aggregate_rows, count
 from megarl.algorithms.kl import kl_penalty
 from megarl.config.schema.algorithm import KlEstimator
 from megarl.observability.metrics import values
@@ -75,9 +75,14 @@ def test_loss_and_gradient_are_those_of_the_reference(case: str, seed: int, mode
         low[i, t] -= STEP
         expected[i, t] = (value(high) - value(low)) / (2 * STEP)
     np.testing.assert_allclose(gradient.numpy(), expected, rtol=1e-5, atol=1e-8)
-    # Without a mask factor of its own the masked form gives the same bits.
+    # Without a second masking, and from row sums, value and gradient are the same.
     again = aggregate(result.loss, b.mask, mode, denominators=count(b.mask), length=7, is_masked=True)
     assert torch.equal(again, total)
+    rows = loss.row_sums(replace(inputs, log_probs=leaf))
+    from_rows = aggregate_rows(rows.sums, b.mask, mode, denominators=count(b.mask), length=7)
+    assert from_rows.item() == pytest.approx(total.item(), rel=1e-12, abs=1e-14)
+    assert torch.equal(torch.autograd.grad(from_rows, leaf)[0], gradient)
+    assert rows.metrics == result.metrics
 
 
 @pytest.mark.parametrize("case", LOSSES)

@@ -69,6 +69,17 @@ class TokenLoss:
     metrics: Metrics
 
 
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """Sums of the token loss over each row: [B] at least float32, 0 for an empty row; and what was measured.
+
+    All that an aggregation reads, and cheaper than the tokens' losses, which then never leave the cache.
+    """
+
+    sums: Tensor
+    metrics: Metrics
+
+
 class Block:
     """Some rows of the inputs with everything off the mask replaced by 0: what the formulas of the losses read.
 
@@ -234,43 +245,80 @@ class PolicyLoss:
         Raises:
             ConfigError: the loss has a first pass and ``selected`` is missing.
         """
-        if self.needs_first_pass and inputs.selected is None:
-            raise ConfigError(f"policy loss {self.kind!r} needs PolicyInputs.selected from its first_pass")
-        keywords = self._keywords_for(self._entry.formula)
+        keywords = self._checked_keywords(inputs)
         if self._entry.is_custom:
             return _run_custom(self._entry.formula, inputs, keywords)
-        return _run(self._entry, inputs, keywords)
+        source = inputs.log_probs
+        loss = torch.empty(source.shape, dtype=widen(source[:0]).dtype, device=source.device)
+        slope, metrics = _run(self._entry, inputs, keywords, lambda rows, terms: None, loss)
+        return TokenLoss(attach(source, loss, slope), metrics)
+
+    def row_sums(self, inputs: PolicyInputs) -> RowLoss:
+        """The same, summed over each row: for ``aggregate_rows``.
+
+        Raises:
+            ConfigError: as above.
+        """
+        keywords = self._checked_keywords(inputs)
+        if self._entry.is_custom:
+            result = _run_custom(self._entry.formula, inputs, keywords)
+            return RowLoss(result.loss.sum(-1), result.metrics)
+        source = inputs.log_probs
+        sums = torch.empty(source.shape[:1], dtype=widen(source[:0]).dtype, device=source.device)
+
+        def add(rows: slice, loss: Tensor) -> None:
+            torch.sum(loss, -1, out=sums[rows])
+
+        slope, metrics = _run(self._entry, inputs, keywords, add)
+        return RowLoss(attach(source, sums, slope), metrics)
+
+    def _checked_keywords(self, inputs: PolicyInputs) -> dict[str, Any]:
+        if self.needs_first_pass and inputs.selected is None:
+            raise ConfigError(f"policy loss {self.kind!r} needs PolicyInputs.selected from its first_pass")
+        return self._keywords_for(self._entry.formula)
 
     def _keywords_for(self, function: Callable[..., object]) -> dict[str, Any]:
         taken = keywords_of(function)
         return {name: value for name, value in self.keywords.items() if name in taken}
 
 
-def _run(entry: LossEntry, inputs: PolicyInputs, keywords: Mapping[str, Any]) -> TokenLoss:
+def _run(
+    entry: LossEntry,
+    inputs: PolicyInputs,
+    keywords: Mapping[str, Any],
+    use: Callable[[slice, Tensor], None],
+    loss: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Slope [B, T] and metrics. Token losses go to ``loss``, or to memory that each block takes over from the last.
+
+    ``use`` gets the rows of each block and their token losses.
+    """
     source = inputs.log_probs
-    loss = torch.empty(source.shape, dtype=widen(source[:0]).dtype, device=source.device)
-    slope = torch.empty_like(loss)
+    slope = torch.empty(source.shape, dtype=widen(source[:0]).dtype, device=source.device)
+    scratch: Tensor | None = None
     sums: dict[str, list[Tensor]] = {}
     with torch.no_grad():
         for rows in blocks(source.shape[0], source.shape[1], source.device):
-            block = Block(inputs.rows(rows), loss[rows], slope[rows])
+            if loss is None and scratch is None:
+                scratch = torch.empty_like(slope[rows])
+            place = scratch[: rows.stop - rows.start] if scratch is not None else loss[rows]  # type: ignore[index]
+            block = Block(inputs.rows(rows), place, slope[rows])
             terms: Terms = entry.formula(block, **keywords)
             if inputs.importance_weights is not None:
                 weight = block.row_weight if entry.weighs_rows else block.weight
                 torch.mul(terms.loss, weight, out=block.loss)
                 torch.mul(terms.slope, weight, out=block.slope)
             else:
-                for result, place in ((terms.loss, block.loss), (terms.slope, block.slope)):
-                    if result is not place:
-                        place.copy_(result)
+                for result, there in ((terms.loss, block.loss), (terms.slope, block.slope)):
+                    if result is not there:
+                        there.copy_(result)
+            use(rows, block.loss)
             for name, total in {**terms.sums, "ppo_kl": -block.log_ratio.sum()}.items():
                 sums.setdefault(name, []).append(total)
         totals = {name: torch.stack(parts).double().sum() for name, parts in sums.items()}
         values = to_floats({**totals, "tokens": num_tokens(inputs.response_mask)})
     tokens = values.pop("tokens")
-    return TokenLoss(
-        attach(source, loss, slope), {f"actor/{name}": Mean(total, tokens) for name, total in values.items()}
-    )
+    return slope, {f"actor/{name}": Mean(total, tokens) for name, total in values.items()}
 
 
 def _run_custom(function: Callable[..., TokenLoss], inputs: PolicyInputs, keywords: Mapping[str, Any]) -> TokenLoss:

@@ -16,9 +16,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from megarl.algorithms.aggregate import Denominators, aggregate
+from megarl.algorithms.aggregate import Denominators, aggregate, aggregate_rows
 from megarl.algorithms.correction import Rejection, difference_metrics, gap_metrics, reject
 from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.masking import select
 from megarl.algorithms.policy_losses import PolicyInputs
 from megarl.algorithms.update_metrics import ratio_metrics
 from megarl.algorithms.value_losses import value_loss
@@ -179,28 +180,22 @@ class PolicyObjective:
             inputs = replace(inputs, response_mask=kept)
         mask = inputs.response_mask
 
-        def total(token_loss: Tensor, is_masked: bool = True) -> Tensor:
-            return aggregate(
-                token_loss,
-                mask,
-                update.loss.aggregation or update.aggregation,
-                denominators=denominators,
-                length=update.aggregation_length,
-                is_masked=is_masked,
-            )
+        def total(row_sums: Tensor) -> Tensor:
+            mode = update.loss.aggregation or update.aggregation
+            return aggregate_rows(row_sums, mask, mode, denominators=denominators, length=update.aggregation_length)
 
-        policy = update.loss(inputs)
-        pg_loss = loss = total(policy.loss)
+        policy = update.loss.row_sums(inputs)
+        pg_loss = loss = total(policy.sums)
         metrics |= policy.metrics | _ratios(update, inputs)
         metrics["actor/pg_loss"] = share_metric(pg_loss, self.num_rows(numbers), denominators)
         if inputs.entropy is not None:
             metrics["actor/entropy"] = _token_mean(inputs.entropy, mask)
             if update.entropy_coef > 0:
-                loss = loss - update.entropy_coef * total(inputs.entropy, is_masked=False)
+                loss = loss - update.entropy_coef * total(select(mask, inputs.entropy).sum(-1))
         if update.kl_estimator is not None:
             reference = rows.ragged("ref_log_probs").padded()
             kl = kl_penalty(inputs.log_probs, reference, mask, update.kl_estimator)
-            loss = loss + update.kl_coef * total(kl)
+            loss = loss + update.kl_coef * total(kl.sum(-1))
             metrics["actor/kl_loss"] = _token_mean(kl, mask)
         return loss, metrics
 

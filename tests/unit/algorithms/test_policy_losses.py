@@ -359,5 +359,7 @@ def test_import_path_needs_no_registration_and_cannot_leak_from_the_mask() -> No
     assert result.loss.isfinite().all() and (result.loss[~b.mask] == 0).all()
     (gradient,) = torch.autograd.grad(result.loss.sum(), leaf)
     torch.testing.assert_close(gradient, torch.where(b.mask, 0.56 / b.old, 0.0))
+    sums = make(f"{__name__}:my_loss", options={"power": 2}).row_sums(inputs_of(b, make("ppo"))).sums
+    torch.testing.assert_close(sums, result.loss.detach().sum(-1))
     with pytest.raises(ConfigError, match="cannot import"):
         make("no_such_package.losses:mine")
