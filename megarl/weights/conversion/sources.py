@@ -220,7 +220,7 @@ def _open_dist(directory: Path, model: Model, value_head: bool | None, optimizer
         )
     rest = [key for key in checkpoint.objects if "_extra_state/" not in key and key != COMMON_KEY]
     unused.update({key: "state of one rank of the layout that wrote it" for key in rest})
-    kept, iteration = _kept(checkpoint)
+    kept, iteration = kept_state(checkpoint)
     arguments = checkpoint.common().get("args")
     return Source(
         "torch_dist",
@@ -241,7 +241,7 @@ def _open_dist(directory: Path, model: Model, value_head: bool | None, optimizer
     )
 
 
-def _kept(checkpoint: DistCheckpoint) -> tuple[KeptState, int]:
+def kept_state(checkpoint: DistCheckpoint) -> tuple[KeptState, int]:
     """State beside tensors, and the iteration it names."""
     value = checkpoint.common()
     iteration = value.get("iteration", 0)

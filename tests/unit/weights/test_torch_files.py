@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ import torch.distributed.checkpoint as dcp
 
 from megarl.errors import CheckpointError
 from megarl.weights.checksum import checksum
+from megarl.weights.conversion.sources import kept_state
 from megarl.weights.files.bits import checksum_bits, converter, scale_blocks, to_float
 from megarl.weights.files.pickles import Opaque, dumps, is_plain, loads
 from megarl.weights.files.torch_archive import lay_out, plain_archive, read_archive, tensor_value
 from megarl.weights.files.torch_dist import (
+    COMMON_KEY,
     PlannedChunk,
     chunk_array,
     config_bytes,
@@ -273,10 +276,36 @@ def test_block_scaled_fp8_is_what_torch_computes():
 def test_the_converter_loads_no_torch():
     code = """
 import sys
-sys.path.insert(0, "tools/convert")
-import hf_to_megatron, megatron_to_hf, reshard, recast
+sys.path.insert(0, "")
+import tools.convert.recast, tools.convert.describe, tools.convert.checks
 assert "torch" not in sys.modules and "safetensors" not in sys.modules
 """
     root = Path(__file__).resolve().parents[3]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+class Backend(Enum):
+    """Stands for the enumerations in a run's arguments, which a reader need not have."""
+
+    FUSED = 1
+
+
+@pytest.mark.parametrize("is_plain_state", [True, False])
+def test_common_state_of_either_kind_goes_along(tmp_path, is_plain_state):
+    state: dict[str, Any] = {"iteration": 7, "args": Namespace(num_layers=2)}
+    if not is_plain_state:
+        state["args"].backend = Backend.FUSED
+    entry = io.BytesIO()
+    torch.save([state], entry)
+    chunks = [PlannedChunk("w", ((0, 4),), 0)]
+    layout = lay_out_torch_dist({"w": ("F32", (4,))}, chunks, {COMMON_KEY: entry.getvalue()})
+    write_dist(tmp_path / "dist", layout, lambda chunk, array: bytes(16))
+    checkpoint = read_torch_dist(tmp_path / "dist")
+    kept, iteration = kept_state(checkpoint)
+    assert iteration == 7 and checkpoint.common()["args"].num_layers == 2
+    if is_plain_state:
+        assert torch.load(io.BytesIO(kept.common), weights_only=False) == state and kept.entry is None
+    else:
+        # What would need a class to be written again is kept byte for byte.
+        assert kept.entry == entry.getvalue() and kept.common is None
