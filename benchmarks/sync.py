@@ -19,7 +19,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from math import prod
@@ -34,10 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megarl.models.spec import ModelSpec
 from megarl.parallel.grid import ParallelLayout
+from megarl.weights.engine_layout import engine_regions
 from megarl.weights.intake import Intake
 from megarl.weights.layout import canonical_shapes, megatron_regions, parameter_shapes
 from megarl.weights.pieces import region_view
-from megarl.weights.region import Region, contiguous_strides
+from megarl.weights.region import Region
 from megarl.weights.sender import WeightSender
 from megarl.weights.sync import DIRECT, Call, RankConnection, RankLayout, ReceiverReport, SyncOptions, SyncSession
 from megarl.weights.transport.board import machine
@@ -54,40 +55,6 @@ def spec(layers: int) -> ModelSpec:
         family="llama", vocab_size=128_256, hidden_size=2048, ffn_hidden_size=8192, num_layers=layers, num_heads=32,
         num_kv_heads=8, head_dim=64, max_position=4096, rms_norm_eps=1e-5, rope_theta=5e5, tied_embeddings=True,
     )  # fmt: skip
-
-
-def engine_regions(model: ModelSpec, rank: int) -> list[Region]:
-    """What a vLLM rank holds: ``[q; k; v]`` and ``[gate; up]`` of its part, columns of the output projections."""
-    found: list[Region] = []
-
-    def add(name: str, shape: tuple[int, ...], cut: int | None, local: str, first: int, rows: int | None) -> None:
-        """The rank's part along a dim, from row ``first`` of a parameter of ``rows`` rows."""
-        box = [(0, size) for size in shape]
-        if cut is not None:
-            part = shape[cut] // TP
-            box[cut] = (rank * part, (rank + 1) * part)
-        size = tuple(stop - start for start, stop in box)
-        local_shape = (size[0] if rows is None else rows, *size[1:])
-        strides = contiguous_strides(local_shape)
-        found.append(Region(name, shape, tuple(box), local, local_shape, first * strides[0], strides))
-
-    hidden, ffn, q, kv = model.hidden_size, model.ffn_hidden_size, model.query_size, model.kv_size
-    add("model.embed_tokens.weight", (model.vocab_size, hidden), 0, "embed", 0, None)
-    for layer in range(model.num_layers):
-        there = f"model.layers.{layer}."
-        rows, first = (q + 2 * kv) // TP, 0
-        for name, size in (("q", q), ("k", kv), ("v", kv)):
-            add(f"{there}self_attn.{name}_proj.weight", (size, hidden), 0, f"{layer}.qkv", first, rows)
-            first += size // TP
-        add(f"{there}self_attn.o_proj.weight", (hidden, q), 1, f"{layer}.o", 0, None)
-        for index, name in enumerate(("gate", "up")):
-            shape = (ffn, hidden)
-            add(f"{there}mlp.{name}_proj.weight", shape, 0, f"{layer}.gate_up", index * ffn // TP, 2 * ffn // TP)
-        add(f"{there}mlp.down_proj.weight", (hidden, ffn), 1, f"{layer}.down", 0, None)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            add(f"{there}{name}.weight", (hidden,), None, f"{layer}.{name}", 0, None)
-    add("model.norm.weight", (hidden,), None, "norm", 0, None)
-    return found
 
 
 class Peak:
@@ -118,7 +85,7 @@ class Rank:
         self.regions = (
             megatron_regions(model, layout, layout.coordinate(self.rank))
             if self.is_trainer
-            else engine_regions(model, self.rank)
+            else engine_regions(model, TP, self.rank)
         )
         generator = torch.Generator().manual_seed(number)
         self.parameters: dict[str, Tensor] = {}
@@ -130,8 +97,8 @@ class Rank:
                 else:
                     tensor.view(torch.int16).random_(-9999, 9999, generator=generator)
             self.parameters[name] = tensor
-        self.sender = WeightSender(self.rank, lambda: self.regions, lambda: self.parameters)
-        self.intake: Intake | None = None
+        self.senders: dict[str, WeightSender] = {}
+        self.intakes: dict[str, Intake] = {}
         self.peak = Peak()
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=300)
@@ -143,46 +110,46 @@ class Rank:
             self.broadcasters = dist.ProcessGroupGloo(dist.PrefixStore("usual", store), place, 1 + TP, options)
         self._store = store
 
-    # -- megarl's --
+    # -- megarl's, in several ways --
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sender, name)
+    def on(self, way: str, method: str, *arguments: Any) -> Any:
+        """A call of a session of one way: of the sender, or of the engine end below."""
+        if not self.is_trainer:
+            return getattr(self, method)(way, *arguments)
+        if way not in self.senders:
+            self.senders[way] = WeightSender(self.rank, lambda: self.regions, lambda: self.parameters)
+        return getattr(self.senders[way], method)(*arguments)
 
-    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> list[RankLayout]:
+    def layout(self, way: str, shapes: Mapping[str, tuple[int, ...]]) -> list[RankLayout]:
         dtypes = dict.fromkeys(self.parameters, "bfloat16")
         return [RankLayout(tuple(self.regions), dtypes, machine(), "", DIRECT)]
 
-    def meet(self, connections: list[RankConnection]) -> None:
-        if self.intake is not None:
-            self.intake.close()
-        self.peak = Peak()
+    def connect(self, way: str, connections: list[RankConnection]) -> None:
         (told,) = connections
-        self.intake = Intake(told.program, told.rank, f"engine {self.rank}", told.membership, told.sockets)
+        self.intakes[way] = Intake(told.program, told.rank, f"engine {self.rank}", told.membership, told.sockets)
 
-    def open(self, *arguments: Any) -> Any:
-        self.peak = Peak()
-        return self.sender.open(*arguments)
-
-    def receive(self, version: int, timeout_s: float, digest: str, sums: bool, in_flight: str) -> ReceiverReport:
-        assert self.intake is not None
+    def receive(self, way: str, version: int, timeout_s: float, digest: str, sums: bool, _: str) -> ReceiverReport:
         started = time.monotonic()
-        found = self.intake.run(self, deadline=started + timeout_s, with_checksums=sums)
+        found = self.intakes[way].run(self, deadline=started + timeout_s, with_checksums=sums)
         return ReceiverReport(self.rank, (found,), time.monotonic() - started)
+
+    def commit(self, way: str, version: int) -> None:
+        return None
+
+    def poison(self, way: str, reason: str) -> None:
+        print("poisoned:", reason)
+
+    def watch_memory(self) -> None:
+        self.peak = Peak()
+
+    def peak_bytes(self) -> int:
+        return self.peak.num_bytes
 
     def place(self, region: Region) -> Tensor:
         return region_view(region, self.parameters[region.local_name])
 
     def written(self, region: Region) -> None:
         return None
-
-    def commit(self, version: int) -> None:
-        return None
-
-    def poison(self, reason: str) -> None:
-        print("poisoned:", reason)
-
-    def peak_bytes(self) -> int:
-        return self.peak.num_bytes
 
     def clear(self) -> None:
         """Engine ranks forget, so that an update that brings nothing shows."""
@@ -296,13 +263,21 @@ class Process:
         self.process.start()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        # The session connects senders and receivers by the same name.
-        is_receiver = method == "connect" and isinstance(arguments[0], list)
-        self.pipe.send(("meet" if is_receiver else method, arguments))
+        self.pipe.send((method, arguments))
         is_fine, result = self.pipe.recv()
         if not is_fine:
             raise result
         return result
+
+
+class End:
+    """A process in the sessions of one way."""
+
+    def __init__(self, process: Process, way: str) -> None:
+        self.process, self.way = process, way
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self.process.call("on", self.way, method, *arguments)
 
 
 def invoke(calls: list[Call], timeout_s: float) -> list[Any]:
@@ -314,20 +289,16 @@ def everywhere(processes: list[Process], method: str, *arguments: Any) -> list[A
     return invoke([Call(process, method, arguments) for process in processes], 0.0)
 
 
-def timed(processes: list[Process], method: str, *arguments: Any) -> float:
-    started = time.perf_counter()
-    everywhere(processes, method, *arguments)
-    return time.perf_counter() - started
-
-
 def free_port() -> int:
     with socket.create_server((HOST, 0)) as listener:
         return int(listener.getsockname()[1])
 
 
-def session(processes: list[Process], transport: Any, bucket_bytes: int, verify: bool = True) -> SyncSession:
-    options = SyncOptions(bucket_bytes, 300.0, verify, transport)
-    return SyncSession(processes[:TP], processes[TP:], invoke, hosts=[HOST] * TP, ranks_per_receiver=1, options=options)
+def session(processes: list[Process], way: str, bucket_bytes: int) -> SyncSession:
+    ends = [End(process, way) for process in processes]
+    transport: Any = way.split(",")[0]
+    options = SyncOptions(bucket_bytes, 300.0, "no checksums" not in way, transport)
+    return SyncSession(ends[:TP], ends[TP:], invoke, hosts=[HOST] * TP, ranks_per_receiver=1, options=options)
 
 
 def main() -> None:
@@ -339,33 +310,31 @@ def main() -> None:
     port = free_port()
     processes = [Process(number, arguments.layers, port) for number in range(2 * TP)]
     bucket_bytes = arguments.bucket_mib * MIB
-    updates = {
-        "host": session(processes, "host", bucket_bytes),
-        "network": session(processes, "network", bucket_bytes),
-        "host, no checksums": session(processes, "host", bucket_bytes, verify=False),
-        "network, no checksums": session(processes, "network", bucket_bytes, verify=False),
-    }
-    seconds: dict[str, list[float]] = {}
+    ways: dict[str, Callable[[], object]] = {}
     peaks: dict[str, int] = {}
-    digests: dict[str, set[tuple[int, ...]]] = {}
+    found: set[tuple[int, ...]] = set()
     num_bytes = 0
-    for name, update in updates.items():
+    for way in ("host", "network", "host, no checksums", "network, no checksums"):
+        update = session(processes, way, bucket_bytes)
+        ways[way] = lambda update=update: update.publish(1)  # type: ignore[misc]
         everywhere(processes[TP:], "clear")
-        for version in range(1 + arguments.rounds):  # the first meets, and touches memory for the first time
-            report = update.publish(version)
-            num_bytes = report.num_bytes
-            if version:
-                seconds.setdefault(name, []).append(report.seconds)
-        peaks[name] = max(everywhere(processes, "peak_bytes"))
-        digests.setdefault("found", set()).add(tuple(everywhere(processes[TP:], "digest")))
-    for name, call in (("usual", ("usual",)), ("raw", ("raw", num_bytes // TP))):
-        if name == "usual":
-            everywhere(processes[TP:], "clear")
-        timed(processes, *call)
-        seconds[name] = [timed(processes, *call) for _ in range(arguments.rounds)]
-        if name == "usual":
-            digests["found"].add(tuple(everywhere(processes[TP:], "digest")))
-    assert len(digests["found"]) == 1, "the ways do not bring the same values"
+        everywhere(processes, "watch_memory")
+        num_bytes = update.publish(0).num_bytes  # meets, and touches memory for the first time
+        peaks[way] = max(everywhere(processes, "peak_bytes"))
+        found.add(tuple(everywhere(processes[TP:], "digest")))
+    ways["usual"] = lambda: everywhere(processes, "usual")
+    ways["raw"] = lambda: everywhere(processes, "raw", num_bytes // TP)
+    everywhere(processes[TP:], "clear")
+    ways["usual"]()
+    found.add(tuple(everywhere(processes[TP:], "digest")))
+    assert len(found) == 1, "the ways do not bring the same values"
+    ways["raw"]()
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(arguments.rounds):  # in turn, so that a busy moment of the machine meets all of them
+        for way, run in ways.items():
+            started = time.perf_counter()
+            run()
+            seconds[way].append(time.perf_counter() - started)
     for process in processes:
         process.pipe.close()
     report_all(seconds, peaks, num_bytes, bucket_bytes)

@@ -224,6 +224,12 @@ def reward_finds_its_answer(config: TrainConfig) -> Iterator[Breach]:
                 yield Breach((f"{key}.answer_column", "reward.kind"), "the column with the answer for math_verify")
 
 
+def frozen_samples_leave_the_engine_busy(config: TrainConfig) -> Iterator[Breach]:
+    """While samples wait for new weights an engine computes nothing, log-probs for a comparison neither."""
+    if config.sync.in_flight == "continue" and config.sync.verify == "values":
+        yield Breach(("sync.in_flight", "sync.verify"), "finish or abort with sync.verify=values")
+
+
 def warmup_ends(config: TrainConfig) -> Iterator[Breach]:
     """A critic warm-up as long as the run would never train the actor."""
     if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
@@ -264,6 +270,7 @@ TRAIN_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
     validation_needs_data,
     reward_is_complete,
     reward_finds_its_answer,
+    frozen_samples_leave_the_engine_busy,
     warmup_ends,
 )
 SFT_RULES: tuple[Callable[[SftConfig], Iterator[Breach]], ...] = (sequences_feed_every_rank, evaluation_needs_data)

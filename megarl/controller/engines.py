@@ -127,6 +127,10 @@ class RolloutWorker:
         """Take what the senders send."""
         return await self._engine.receive(version, timeout_s, digest, with_checksums, in_flight)
 
+    async def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        """Log-probs of given tokens."""
+        return await self._engine.score(rows)
+
     async def commit(self, version: int) -> None:
         """Put the received weights in force."""
         await self._engine.commit(version)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megarl.config.schema.roles import RolloutConfig, SyncConfig
 from megarl.controller.dispatch import Member, Watch, WorkerGroup
+from megarl.controller.value_check import ValueCheck
 from megarl.observability.metrics import Last, Metrics
 from megarl.weights.schedule import HOST, WIRE
 from megarl.weights.sync import Call, SyncOptions, SyncSession
@@ -77,9 +78,11 @@ class WeightPublisher:
         config: SyncConfig,
         turns: DeviceTurns,
         watch: Watch,
+        values: ValueCheck | None = None,
     ) -> None:
         self._watch = watch
         self._turns = turns
+        self._values = values
         self._session = SyncSession(
             actor.members,
             list(engines),
@@ -89,7 +92,7 @@ class WeightPublisher:
             options=SyncOptions(
                 bucket_bytes=config.bucket_mib * MIB,
                 timeout_s=config.timeout_s,
-                verify=config.verify == "checksum",
+                verify=config.verify != "off",
                 transport=config.transport,
                 in_flight=config.in_flight,
             ),
@@ -103,20 +106,31 @@ class WeightPublisher:
             SyncError: the update failed; no engine samples until a later one succeeds.
         """
         self._turns.before_update()
-        report = self._session.publish(version)
-        self._turns.to_sampling()
+        if self._values is None:
+            report = self._session.publish(version)
+            self._turns.to_sampling()
+        else:
+            self._values.ask_trainer()
+            report = self._session.publish(version, lambda: self._compare(version))
         self._last = {
             "weight_sync/bytes": Last(report.num_bytes),
             "weight_sync/send_s": Last(report.send_seconds),
             "weight_sync/load_s": Last(report.load_seconds),
             "weight_sync/total_s": Last(report.seconds),
         }
+        if self._values is not None:
+            self._last |= self._values.metrics
         if (chosen := self._session.schedule) is not None:
             self._last |= {
                 "weight_sync/host_links": Last(chosen.num_links(HOST)),
                 "weight_sync/network_links": Last(chosen.num_links(WIRE)),
             }
         return version
+
+    def _compare(self, version: int) -> None:
+        assert self._values is not None
+        self._turns.to_sampling()
+        self._values.ask_engines(version)
 
     def metrics(self) -> Metrics:
         """Bytes and seconds of the latest update."""

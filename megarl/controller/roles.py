@@ -20,8 +20,10 @@ from megarl.controller.dispatch import Member, Watch, WorkerGroup, make_minibatc
 from megarl.controller.publish import DeviceTurns, WeightPublisher
 from megarl.controller.rollout import RolloutRole
 from megarl.controller.scoring import RewardRole
+from megarl.controller.value_check import ValueCheck
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import ConfigError
+from megarl.models.registry import load_spec
 from megarl.observability.metrics import Mean, Metrics
 from megarl.rollout.sampling import Sampling
 from megarl.train.engine import PolicyUpdate, ValueUpdate
@@ -178,11 +180,15 @@ def build_roles(
     sampling = rollout.sampling
     training = [actor] if critic is None else [actor, critic]
     turns = DeviceTurns(takes_turns(config), training, engines, watch)
+    values = None
+    if config.sync.verify == "values":
+        vocab_size = load_spec(config.model.path).vocab_size
+        values = ValueCheck(actor, engines, watch, vocab_size=vocab_size, dtype=config.rollout.dtype)
     return Roles(
         actor=ActorRole(actor, algorithm, sampling, seed=seed),
         rollout=rollout,
         reward=reward,
-        weights=WeightPublisher(actor, engines, config.rollout, config.sync, turns, watch),
+        weights=WeightPublisher(actor, engines, config.rollout, config.sync, turns, watch, values),
         turns=turns,
         estimator=make_estimator(algorithm),
         correction=make_correction(algorithm.correction),

@@ -117,6 +117,13 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    async def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        """Log-probs of each (prompt, response)'s response tokens at temperature 1, under the weights received last.
+
+        Raises RolloutError if there are none.
+        """
+        ...
+
     async def commit(self, version: int) -> None:
         """Put the received weights in force and sample again. Raises SyncError if others were received."""
         ...

@@ -1,15 +1,18 @@
 """Checksums of tensors that shards can compute apart and add up.
 
-    checksum = sum over rows r, words w of  A(r) * B(w) * word[r, w]   mod 2^64
+    checksum = sum over rows r, words w of  A(r // 16) * B(w - r mod 16) * word[r, w]   mod 2^64
 
-A row is an index of all dims but the last; a word is eight consecutive bytes of a row, counted from the row's first
-element in canonical coordinates. A and B are odd pseudo-random 64-bit numbers (splitmix64 of the index). An element
-contributes ``bits << position in its word``, so a shard that cuts through a word contributes its share of it.
+A row is an index of the last dim but one (and of all before it); a word is eight consecutive bytes of a row, counted
+from the row's first element in canonical coordinates. A and B are odd pseudo-random 64-bit numbers (splitmix64 of the
+index). An element contributes ``bits << position in its word``, so a shard that cuts through a word contributes its
+share of it. Since B moves by a word from row to row, 16 rows are added along their diagonals before anything is
+multiplied, at three times the speed.
 
 Invariants:
 1. The sum over boxes that tile a tensor is the tensor's checksum, whatever the boxes and their order.
 2. One changed element always changes the checksum, since an odd factor loses no bit of it. Swapped rows or columns,
-   shifted boxes and stale blocks change it but for a chance of about 2^-16 at the worst position and 2^-64 usually.
+   shifted boxes and stale blocks change it but for a chance of about 2^-16 at the worst position and 2^-64 usually;
+   only what moves by as many words as rows inside 16 rows is not seen.
 3. It covers bits as they travel: convert the dtype first. Zeros contribute nothing, so absence of data is not seen
    here; ``check.check_complete`` proves that nothing is absent.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -28,6 +32,7 @@ MODULUS = 1 << 64
 
 _ROW_SEED, _WORD_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344
 _WORD_BYTES = 8
+_GROUP = 16
 _CHUNK_BYTES = 1 << 22
 # Small enough to stay in a core's second-level cache, large enough that the calls do not count.
 _CACHED_BYTES = 1 << 19
@@ -46,9 +51,12 @@ def checksum(piece: Tensor, box: Box) -> int:
 def checksum_tensor(piece: Tensor, box: Box) -> Tensor:
     """Like ``checksum``, as an int64 scalar on the piece's device, which need not wait for it."""
     piece = piece.detach()
+    total = torch.zeros((), dtype=torch.int64, device=piece.device)
     if piece.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=piece.device)
-    return _weighted_sum(piece.reshape(-1, piece.shape[-1]), box, _row_keys(box[:-1], piece.device))
+        return total
+    for outer, matrix in _matrices(piece, box):
+        total += _matrix_sum(matrix, (0, 1) if len(box) == 1 else box[-2], box[-1], outer)
+    return total
 
 
 def copy_with_checksum(place: Tensor, source: Tensor, box: Box) -> Tensor:
@@ -62,33 +70,117 @@ def copy_with_checksum(place: Tensor, source: Tensor, box: Box) -> Tensor:
         box: where they lie in the canonical tensor.
     """
     row_bytes = place.shape[-1] * place.element_size() if place.dim() == 2 else 0
-    step = _CACHED_BYTES // row_bytes if row_bytes else 0
+    step = _CACHED_BYTES // row_bytes // _GROUP * _GROUP if row_bytes else 0
     if not 0 < step < len(place) or place.device.type != "cpu":
         place.copy_(source)
         return checksum_tensor(place, box)
-    rows = _row_keys(box[:-1], place.device)
+    (start, stop), columns = box
+    lanes = _WORD_BYTES // place.element_size()
+    if columns[0] % lanes or columns[1] % lanes or not _viewable(place, lanes):
+        place.copy_(source)
+        return checksum_tensor(place, box)
+    # Blocks end where groups do.
+    aligned, end = min(stop, -(-start // _GROUP) * _GROUP), max(start, stop - stop % _GROUP)
+    cuts = sorted({start, *range(aligned, end, step), end, stop})
     total = torch.zeros((), dtype=torch.int64)
-    for first in range(0, len(place), step):
-        block = place[first : first + step]
-        block.copy_(source[first : first + step])
-        total += _weighted_sum(block, box, rows[first : first + step])
+    sums = torch.empty(max(0, end - aligned) // _GROUP, dtype=torch.int64)
+    for first, last in pairwise(cuts):
+        block = place[first - start : last - start]
+        block.copy_(source[first - start : last - start])
+        words = block.view(torch.int64)
+        if first < aligned or first >= end:
+            total += _sum(words, first, columns[0] // lanes, ())
+        else:
+            group = (first - aligned) // _GROUP
+            sums[group : group + len(words) // _GROUP] = _group_sums(words, columns[0] // lanes)
+    return total + _dot(sums, _group_keys(aligned // _GROUP, end // _GROUP, (), sums.device))
+
+
+def _matrices(piece: Tensor, box: Box) -> Iterable[tuple[tuple[int, ...], Tensor]]:
+    """The matrices that make up a piece, with their indices along the dims before the last two."""
+    if piece.dim() == 1:
+        yield (), piece[None]
+        return
+    for outer in product(*(range(start, stop) for start, stop in box[:-2])):
+        yield outer, piece[tuple(index - start for index, (start, _) in zip(outer, box[:-2], strict=True))]
+
+
+def _matrix_sum(matrix: Tensor, rows: tuple[int, int], columns: tuple[int, int], outer: tuple[int, ...]) -> Tensor:
+    """The sum over an [R, W] matrix of elements at these rows and columns of the canonical tensor."""
+    lanes = _WORD_BYTES // matrix.element_size()
+    lead, first_word = columns[0] % lanes, columns[0] // lanes
+    width = (-(-columns[1] // lanes) - first_word) * lanes
+    total = torch.zeros((), dtype=torch.int64, device=matrix.device)
+    in_place = not lead and matrix.shape[1] == width and matrix.device.type == "cpu" and _viewable(matrix, lanes)
+    step = len(matrix) if in_place else max(_GROUP, _CHUNK_BYTES // (width * matrix.element_size()) // _GROUP * _GROUP)
+    cuts = [rows[0], *range(rows[0] - rows[0] % _GROUP + step, rows[1], step), rows[1]]
+    for first, last in pairwise(cuts):
+        words = _as_words(matrix[first - rows[0] : last - rows[0]], lead, width, lanes)
+        total += _sum(words, first, first_word, outer)
     return total
 
 
-def _weighted_sum(flat: Tensor, box: Box, rows: Tensor) -> Tensor:
-    """Sum over a [R, W] block of whole rows of a box, whose row factors are ``rows``."""
-    start, stop = box[-1]
-    lanes = _WORD_BYTES // flat.element_size()
-    words = _range_keys(start // lanes, -(-stop // lanes), _WORD_SEED, flat.device)
-    whole_words = start % lanes == 0 and stop % lanes == 0
-    if whole_words and flat.device.type == "cpu" and _viewable(flat, lanes):
-        return (torch.mv(flat.view(torch.int64), words) * rows).sum()
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    step = _rows_per_chunk(flat)
-    for first in range(0, len(flat), step):
-        block = _as_words(flat[first : first + step], start % lanes, len(words) * lanes, lanes)
-        total += (_times(block, words) * rows[first : first + step]).sum()
+def _sum(words: Tensor, first_row: int, first_word: int, outer: tuple[int, ...]) -> Tensor:
+    """The sum over [R, W] int64 words: rows of broken groups one by one, whole groups at once."""
+    stop = first_row + len(words)
+    aligned, end = -(-first_row // _GROUP) * _GROUP, stop - stop % _GROUP
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    if aligned >= end:
+        aligned = end = stop
+    for row in [*range(first_row, aligned), *range(end, stop)]:
+        keys = _word_keys(first_word - row % _GROUP, words.shape[1], words.device)
+        total += (
+            _dot(words[row - first_row], keys) * _group_keys(row // _GROUP, row // _GROUP + 1, outer, words.device)[0]
+        )
+    if aligned < end:
+        sums = _group_sums(words[aligned - first_row : end - first_row], first_word)
+        total += _dot(sums, _group_keys(aligned // _GROUP, end // _GROUP, outer, words.device))
     return total
+
+
+def _group_sums(words: Tensor, first_word: int) -> Tensor:
+    """[G] sums of 16 rows each, without the group's factor."""
+    num_groups, width, stride = len(words) // _GROUP, words.shape[1], words.stride(0)
+    inner = width - _GROUP + 1
+    if inner < _GROUP or words.stride(1) != 1:
+        return _times(words.reshape(num_groups, -1), _edge_keys(first_word, width, width, words.device))
+    # Column l of this view is words[lo, l + lo] of each row lo of a group: one diagonal, one factor.
+    diagonals = words.as_strided((num_groups, _GROUP, inner), (_GROUP * stride, stride + 1, 1), words.storage_offset())
+    sums = _times(diagonals.sum(1), _word_keys(first_word, inner, words.device))
+    edges = torch.cat([words[:, : _GROUP - 1], words[:, inner:]], 1).view(num_groups, -1)
+    return sums + _times(edges, _edge_keys(first_word, width, _GROUP - 1, words.device))
+
+
+@lru_cache(maxsize=64)
+def _edge_keys(first_word: int, width: int, edge: int, device: torch.device) -> Tensor:
+    """Factors, row after row of a group, of what lies beyond the whole diagonals.
+
+    These are ``edge`` words on either side, zero where a whole diagonal covers them; all where ``edge`` is the width.
+    """
+    row = torch.arange(_GROUP, device=device)[:, None]
+    column = torch.arange(width, device=device)[None]
+    keys = _keys(first_word + column - row + _GROUP, _WORD_SEED)
+    if edge == width:
+        return keys.reshape(-1)
+    keys = torch.where((column >= row) & (column < row + width - edge), 0, keys)
+    return torch.cat([keys[:, :edge], keys[:, width - edge :]], 1).reshape(-1)
+
+
+def _word_keys(first: int, count: int, device: torch.device) -> Tensor:
+    """Factors of words ``first`` and on; a row's first words may be as far as 15 before the tensor's."""
+    return _range_keys(first + _GROUP, first + _GROUP + count, _WORD_SEED, device)
+
+
+def _group_keys(first: int, last: int, outer: tuple[int, ...], device: torch.device) -> Tensor:
+    """Factors of groups of rows."""
+    if not outer:
+        return _range_keys(first, last, _ROW_SEED, device)
+    index = 0
+    for along in outer:
+        # Distinct rows must get distinct indices without knowing the tensor's shape: 2^32 rows per dim are plenty.
+        index = index * 0x100000001 + along
+    start = _signed(index * 0x100000001 % MODULUS)
+    return _keys(torch.arange(first, last, dtype=torch.int64, device=device) + start, _ROW_SEED)
 
 
 def checksums(pieces: Iterable[tuple[Region, Tensor]]) -> dict[str, int]:
@@ -108,12 +200,15 @@ def add(shares: Iterable[dict[str, int]]) -> dict[str, int]:
     return totals
 
 
-def _times(block: Tensor, words: Tensor) -> Tensor:
+def _times(block: Tensor, keys: Tensor) -> Tensor:
     """[R, W] int64 times [W] int64 summed over W, wrapping."""
-    if block.device.type == "cpu":
-        return torch.mv(block, words)
     # CUDA has no integer matrix-vector product; blocks are small enough for the temporary.
-    return (block * words).sum(1)
+    return torch.mv(block, keys) if block.device.type == "cpu" else (block * keys).sum(1)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """[W] int64 times [W] int64, wrapping."""
+    return torch.dot(one, other) if one.device.type == "cpu" else (one * other).sum()
 
 
 def _as_words(block: Tensor, lead: int, width: int, lanes: int) -> Tensor:
@@ -130,22 +225,6 @@ def _as_words(block: Tensor, lead: int, width: int, lanes: int) -> Tensor:
 def _viewable(block: Tensor, lanes: int) -> bool:
     """Whether the rows can be read as int64 in place."""
     return block.stride(1) == 1 and block.stride(0) % lanes == 0 and block.storage_offset() % lanes == 0
-
-
-def _rows_per_chunk(flat: Tensor) -> int:
-    return max(1, _CHUNK_BYTES // (flat.shape[1] * flat.element_size()))
-
-
-def _row_keys(bounds: Box, device: torch.device) -> Tensor:
-    """Factor of each row, from its indices along all dims but the last."""
-    if len(bounds) == 1:
-        return _range_keys(*bounds[0], _ROW_SEED, device)
-    index = torch.zeros(1, dtype=torch.int64, device=device)
-    for start, stop in bounds:
-        along = torch.arange(start, stop, dtype=torch.int64, device=device)
-        # Distinct rows must get distinct indices without knowing the tensor's shape: 2^32 rows per dim are plenty.
-        index = (index[:, None] * 0x100000001 + along).reshape(-1)
-    return _keys(index, _ROW_SEED)
 
 
 @lru_cache(maxsize=64)

@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 # Ends that wait for one that fails to come learn of it by this only.
 _CONNECT_TIMEOUT_S = 60.0
 
+# Between host memories a bucket is best so small that its reader finds it in a cache (benchmarks/sync.py).
+_CACHED_BUCKET_BYTES = 8 << 20
+
 DIRECT: Final = "direct"
 
 Transport = Literal["auto", "network", "host"]
@@ -134,7 +137,7 @@ class SyncOptions:
     """How updates are made.
 
     Args:
-        bucket_bytes: most bytes of a bucket; an end holds two.
+        bucket_bytes: most bytes of a bucket, less between host memories; an end holds two.
         timeout_s: of one update.
         verify: compare checksums before the commit.
         transport: ``auto`` shares memory inside a machine and uses the network else; the others allow one way only.
@@ -247,12 +250,11 @@ class SyncSession:
             is_near = offer.machine == layout.machine and (are_shared or offer.device_id == layout.device_id)
             return self._kind(source, destination, is_near)
 
-        chosen = schedule(
-            found,
-            {rank: layout.dtypes for rank, layout in layouts.items()},
-            kind_of,
-            bucket_bytes=self.options.bucket_bytes,
-        )
+        bucket_bytes = self.options.bucket_bytes
+        if not any(offer.device_id for offer in offers):
+            bucket_bytes = min(bucket_bytes, _CACHED_BUCKET_BYTES)
+        dtypes = {rank: layout.dtypes for rank, layout in layouts.items()}
+        chosen = schedule(found, dtypes, kind_of, bucket_bytes=bucket_bytes)
         self._on_device = {
             rank
             for rank, program in chosen.senders.items()

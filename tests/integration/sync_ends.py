@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -93,10 +93,22 @@ class TrainerProcess:
 
 
 class LocalRank(TrainerRank):
-    """A ``TrainerRank`` in this process."""
+    """A ``TrainerRank`` in this process; ``close_local_ranks`` ends the links of all."""
+
+    made: ClassVar[list[LocalRank]] = []
+
+    def __init__(self, model_dir: Path, layout: ParallelLayout, rank: int) -> None:
+        super().__init__(model_dir, layout, rank)
+        self.made.append(self)
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
+
+
+def close_local_ranks() -> None:
+    """At the end of a test."""
+    while LocalRank.made:
+        LocalRank.made.pop().sender.close()
 
 
 class Loop:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from megarl.parallel.grid import ParallelLayout
 from megarl.platform import env
 from megarl.rollout.engine import Completion, Request, WeightSpan
 from megarl.rollout.sampling import Sampling
-from megarl.weights.sync import SyncOptions, SyncSession, Transport
-from tests.integration.sync_ends import HOST, EngineOnLoop, LocalRank, Loop, TrainerProcess, invoke
+from megarl.weights.sync import InFlight, SyncOptions, SyncSession, Transport
+from tests.integration.sync_ends import HOST, EngineOnLoop, LocalRank, Loop, TrainerProcess, close_local_ranks, invoke
 
 # vLLM's own, at import and at start; warnings of megarl stay errors.
 pytestmark = [
@@ -31,6 +32,12 @@ pytestmark = [
 
 PROMPT = [70, 54, 57, 9]
 TIMEOUT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_local_ranks()
 
 
 @pytest.fixture(scope="session")
@@ -100,14 +107,20 @@ def engine_tp2(make_engine: Callable[[int], EngineOnLoop]) -> EngineOnLoop:
     return make_engine(2)
 
 
-def session(engine: EngineOnLoop, senders: list[Any], tp: int, transport: Transport = "auto") -> SyncSession:
+def session(
+    engine: EngineOnLoop,
+    senders: list[Any],
+    tp: int,
+    transport: Transport = "auto",
+    in_flight: InFlight = "finish",
+) -> SyncSession:
     return SyncSession(
         senders,
         [engine],
         invoke,
         hosts=[HOST] * len(senders),
         ranks_per_receiver=tp,
-        options=SyncOptions(bucket_bytes=300_000, timeout_s=TIMEOUT_S, transport=transport),
+        options=SyncOptions(bucket_bytes=300_000, timeout_s=TIMEOUT_S, transport=transport, in_flight=in_flight),
     )
 
 
@@ -212,6 +225,85 @@ def test_prompts_longer_than_a_step_of_vllm_are_sampled_with_seeds(served):
     requests = [Request(i, [5 + i % 100] * 90, seed=i) for i in range(64)]
     result = served.call("generate", requests, Sampling(max_tokens=2), 1)
     assert [request_id for request_id, _ in result] == list(range(64))
+
+
+LONG = Sampling(temperature=0, max_tokens=88)
+
+
+def drawn_for_long_samples(model: Model, trainer: LocalRank, updates: SyncSession, version: int) -> None:
+    """Weights under which the prompt is continued to the limit."""
+    for seed in range(200, 230):
+        model.draw(seed)
+        trainer.load(model.path)
+        updates.publish(version)
+        (completion,) = sample(updates._receivers[0], LONG)
+        if completion.finish_reason == "length":
+            return
+    raise AssertionError("all weights end the sample early")
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
+def test_samples_under_way_are_treated_as_asked(tiny, model, engine_tp1, in_flight):
+    trainer = LocalRank(tiny, ParallelLayout(), 0)
+    updates = session(engine_tp1, [trainer], tp=1, in_flight=in_flight)
+    drawn_for_long_samples(model, trainer, updates, 80)
+    old = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(sample, engine_tp1, LONG)
+        while not engine_tp1.engine._num_running:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        model.draw(300)
+        trainer.load(model.path)
+        updates.publish(81)
+        (completion,) = started.result(30)
+    new = model.log_probs(PROMPT, completion.token_ids).max(-1)
+    model.hf.load_state_dict(old)
+    before = model.log_probs(PROMPT, completion.token_ids).max(-1)
+    model.draw(300)
+    tokens, log_probs = torch.tensor(completion.token_ids), torch.tensor(completion.log_probs)
+    if in_flight != "continue":
+        assert completion.finish_reason == ("length" if in_flight == "finish" else "abort")
+        assert completion.weight_versions == (WeightSpan(80, 0, len(tokens)),)
+        assert torch.equal(tokens, before.indices) and torch.allclose(log_probs, before.values, atol=1e-3)
+        assert in_flight == "finish" or len(tokens) < 88
+    else:
+        # One response under two versions; what was computed under the first is computed again under the second.
+        one, two = completion.weight_versions
+        assert (one.version, two.version, one.end, two.end) == (80, 81, two.start, len(tokens))
+        assert 0 < one.end < len(tokens)
+        assert torch.equal(tokens[: one.end], before.indices[: one.end])
+        assert torch.equal(tokens[one.end :], new.indices[one.end :])
+        assert torch.allclose(log_probs[: one.end], before.values[: one.end], atol=1e-3)
+        assert torch.allclose(log_probs[one.end :], new.values[one.end :], atol=1e-3)
+    assert_greedy_equals(engine_tp1, model, 81)
+
+
+def test_samples_that_wait_for_an_update_are_aborted_when_it_fails(tiny, model, engine_tp1):
+    trainer = LocalRank(tiny, ParallelLayout(), 0)
+    updates = session(engine_tp1, [trainer], tp=1, in_flight="continue")
+    drawn_for_long_samples(model, trainer, updates, 90)
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(sample, engine_tp1, LONG)
+        while not engine_tp1.engine._num_running:
+            time.sleep(0.001)
+        trainer.set_fault("raise")
+        with pytest.raises(SyncError, match="lost its parameters"):
+            updates.publish(91)
+        (completion,) = started.result(10)
+    assert completion.finish_reason == "abort"
+    with pytest.raises(RolloutError, match="refuses to sample"):
+        sample(engine_tp1, Sampling(max_tokens=2))
+    trainer.set_fault(None)
+    updates.publish(92)
+    assert_greedy_equals(engine_tp1, model, 92)
+
+
+def test_given_tokens_are_scored_under_the_weights_received_last(served, model):
+    rows = [(PROMPT, [5, 6, 7]), ([9, 8], [3, 70, 54, 57])]
+    for found, (prompt, response) in zip(served.call("score", rows), rows, strict=True):
+        expected = model.log_probs(prompt, response).gather(1, torch.tensor(response)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(found), expected, atol=1e-3)
 
 
 def test_a_failed_update_poisons_and_the_next_one_heals(tiny, model, engine_tp2):

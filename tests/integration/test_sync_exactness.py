@@ -107,7 +107,7 @@ def test_greedy_tokens_and_log_probs_equal_the_exported_models(
         f"run.dir={tmp_path / 'run'}", *layout("actor", degrees), f"rollout.tp={rollout_tp}",
         f"rollout.replicas={replicas}", "logging.console=off", "logging.tensorboard=false",
         "actor.optimizer.lr=3e-3", "algorithm.minibatch_size=null", "algorithm.kl.where=loss", "algorithm.kl.coef=0.01",
-        "algorithm.policy_loss.entropy_coef=0.01",
+        "algorithm.policy_loss.entropy_coef=0.01", "sync.verify=values",
     ]  # fmt: skip
     with started([*small(tmp_path / "model", write_prompts(tmp_path / "prompts.jsonl")), *options]) as parts:
         asked, greedy = parts.prompts.first(8), parts.roles.rollout.sampling.greedy()
@@ -118,6 +118,7 @@ def test_greedy_tokens_and_log_probs_equal_the_exported_models(
             numbers = values(result.metrics)
             assert result.version == step
             assert numbers[MISMATCH] < 1e-4
+            assert numbers["weight_sync/values_difference"] < 1e-4 < 1e-2 < numbers["weight_sync/values_change"]
             distances.append(numbers["actor/kl_loss"])
 
             samples = parts.roles.rollout.sample(asked, greedy, n=1, step=step, stream=1)

@@ -101,8 +101,9 @@ class SyncConfig(StrictModel):
 
     bucket_mib: int = Field(512, ge=1)
     """Most bytes moved at once, in MiB. Every rank that sends or receives holds two buckets beside its weights."""
-    verify: Literal["checksum", "off"] = "checksum"
-    """Compare checksums of what was sent and what arrived before an update is committed."""
+    verify: Literal["checksum", "values", "off"] = "checksum"
+    """What is compared before an update is committed: checksums of what was sent and of what every engine rank holds;
+    with values also log-probs of fixed tokens, as the engines and as the trainer compute them."""
     transport: Literal["auto", "network", "host"] = "auto"
     """auto shares memory between trainer and engine ranks of one machine and uses gloo or NCCL else; network always
     uses those; host refuses anything but shared memory."""

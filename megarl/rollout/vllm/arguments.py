@@ -126,6 +126,8 @@ def completion(output: CompletionOutput, request: Request) -> Completion:
     reason = output.finish_reason
     if reason not in get_args(FinishReason):
         raise _inconsistent(request, f"generation ended with reason {reason!r}")
+    if reason == "abort" and not token_ids:
+        return Completion([], [], "abort", ())
     if flat is None or flat.token_ids != token_ids:
         raise _inconsistent(request, "log-probs are not those of the sampled tokens")
     log_probs = list(flat.logprobs)

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -220,6 +221,25 @@ class VllmEngine:
         self._received = version
         checksums = tuple({name: int(v) for name, v in outcome["checksums"].items()} for outcome in outcomes)
         return ReceiverReport(self.replica, checksums, time.monotonic() - started)
+
+    async def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        """See ``RolloutEngine``."""
+        if self._received is None and self._state != "serving":
+            raise RolloutError(f"the engine has nothing to score with: {self._reason}", where=self.name)
+        await self._alive(self._llm.reset_prefix_cache(), "verify")
+        scored = [self._score_one(index, list(prompt), list(response)) for index, (prompt, response) in enumerate(rows)]
+        return list(await self._alive(asyncio.gather(*scored), "verify"))
+
+    async def _score_one(self, index: int, prompt: list[int], response: list[int]) -> list[float]:
+        self._num_calls += 1
+        tokens = [*prompt, *response]
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        found: Any = None
+        async for result in self._llm.generate(
+            {"prompt_token_ids": tokens}, params, f"{self._num_calls}-score-{index}"
+        ):
+            found = result.prompt_logprobs or found
+        return [found[place][tokens[place]].logprob for place in range(len(prompt), len(tokens))]
 
     async def commit(self, version: int) -> None:
         """See ``RolloutEngine``."""

@@ -20,6 +20,7 @@ from megarl.weights.region import Box
 _MODULUS = 1 << 64
 _ROW_SEED, _WORD_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344
 _WORD_BYTES = 8
+_GROUP = 16
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 CONVERTIBLE = (*_FLOATS, "BF16")
 """Floating dtypes that convert into each other."""
@@ -40,14 +41,24 @@ def checksum_bits(piece: Bits, box: Box) -> int:
         return 0
     start, stop = box[-1] if box else (0, 1)
     lanes = _WORD_BYTES // piece.itemsize
-    words = _range_keys(start // lanes, -(-stop // lanes), _WORD_SEED)
+    first = start // lanes
+    width = -(-stop // lanes) - first
     flat = piece.reshape(-1, stop - start)
     lead = start % lanes
     if lead or stop % lanes or not flat.flags.c_contiguous or flat.ctypes.data % _WORD_BYTES:
-        padded = np.zeros((len(flat), len(words) * lanes), piece.dtype)
+        padded = np.zeros((len(flat), width * lanes), piece.dtype)
         padded[:, lead : lead + flat.shape[1]] = flat
         flat = padded
-    per_row = np.einsum("rw,w->r", flat.view(np.uint64), words)
+    words = flat.view(np.uint64)
+    # A row's factors begin a word earlier than those of the row before, 16 rows in turn (weights/checksum.py).
+    keys = _range_keys(first + 1, first + width + _GROUP, _WORD_SEED)
+    rows = np.arange(*(box[-2] if len(box) > 1 else (0, 1)))
+    turns = np.tile(rows % _GROUP, len(flat) // len(rows))
+    per_row = np.empty(len(flat), np.uint64)
+    for turn in range(_GROUP):
+        chosen = slice((turn - int(rows[0])) % _GROUP, None, _GROUP) if len(box) == 2 else turns == turn
+        shift = _GROUP - 1 - turn
+        per_row[chosen] = np.einsum("rw,w->r", words[chosen], keys[shift : shift + width])
     return int(np.dot(per_row, _row_keys(box[:-1])))
 
 
@@ -114,12 +125,12 @@ def _e4m3_values() -> np.ndarray[Any, Any]:
 
 
 def _row_keys(bounds: Box) -> Words:
-    """Factor of each row, from its indices along all dims but the last."""
-    if len(bounds) == 1:
-        return _range_keys(*bounds[0], _ROW_SEED)
+    """Factor of each row, from its indices along all dims but the last; 16 rows have one."""
     index = np.zeros(1, np.uint64)
-    for start, stop in bounds:
+    for dim, (start, stop) in enumerate(bounds):
         along = np.arange(start, stop, dtype=np.uint64)
+        if dim == len(bounds) - 1:
+            along //= np.uint64(_GROUP)
         index = (index[:, None] * np.uint64(0x100000001) + along).reshape(-1)
     return _keys(index, _ROW_SEED)
 

@@ -23,6 +23,13 @@ NORM = "algorithm.policy_loss.aggregation=seq-mean-token-sum-norm"
 
 # rule -> (first key of the message, overrides that break it, overrides that keep it)
 TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
+    "frozen_samples_leave_the_engine_busy": [
+        (
+            "sync.in_flight",
+            ["sync.in_flight=continue", "sync.verify=values"],
+            ["sync.in_flight=abort", "sync.verify=values"],
+        )
+    ],
     "sequence_parallel_needs_tp": [
         (
             "actor.layout.sequence_parallel",

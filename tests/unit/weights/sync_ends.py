@@ -103,6 +103,8 @@ class Engine:
         self.ranks: list[Rank] = []
 
     def layout(self, shapes: Mapping[str, Shape]) -> list[RankLayout]:
+        if self.fault == "layout":
+            raise sync_failure(f"rollout replica {self.replica}", "prepare", None, "it has no model yet")
         self.ranks = [Rank(rows(shapes, index, self.tp), self.dtype) for index in range(self.tp)]
         dtypes = {f"local.{name}": str(self.dtype).removeprefix("torch.") for name in shapes}
         where = self.place or machine()

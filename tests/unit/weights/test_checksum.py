@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megarl.weights.checksum import MODULUS, checksum, checksum_tensor
+from megarl.weights.checksum import MODULUS, checksum, checksum_tensor, copy_with_checksum
 from megarl.weights.region import whole
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8]
@@ -29,15 +29,17 @@ def splitmix(index: int, seed: int) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_value_is_that_of_the_formula_in_python_integers(dtype):
-    tensor = random_tensor(5, 7, dtype=dtype)
-    size = dtype.itemsize
-    lanes = 8 // size
-    expected = 0
-    for row, column in itertools.product(range(5), range(7)):
-        bits = int.from_bytes(bytes(tensor[row, column].reshape(1).view(torch.uint8).tolist()), "little")
-        factor = splitmix(row, 0x243F6A8885A308D3) * splitmix(column // lanes, 0x13198A2E03707344)
-        expected += (bits << (8 * size * (column % lanes))) * factor
-    assert of(tensor) == expected % MODULUS
+    for rows, columns in ((5, 7), (18, 7), (37, 8 * 40 // dtype.itemsize), (33, 8 * 40 // dtype.itemsize + 1)):
+        tensor = random_tensor(rows, columns, dtype=dtype)
+        size = dtype.itemsize
+        lanes = 8 // size
+        expected = 0
+        for row, column in itertools.product(range(rows), range(columns)):
+            bits = int.from_bytes(bytes(tensor[row, column].reshape(1).view(torch.uint8).tolist()), "little")
+            word = column // lanes - row % 16 + 16
+            factor = splitmix(row // 16, 0x243F6A8885A308D3) * splitmix(word, 0x13198A2E03707344)
+            expected += (bits << (8 * size * (column % lanes))) * factor
+        assert of(tensor) == expected % MODULUS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,6 +57,15 @@ def test_shards_of_vectors_and_of_stacked_matrices_add_up():
     assert (checksum(vector[:5], ((0, 5),)) + checksum(vector[5:], ((5, 13),))) % MODULUS == of(vector)
     parts = [checksum(stack[i, j : j + 1][None], ((i, i + 1), (j, j + 1), (0, 6))) for i in range(3) for j in range(4)]
     assert sum(parts) % MODULUS == of(stack)
+
+
+def test_shards_of_large_matrices_add_up_wherever_groups_of_rows_are_cut():
+    tensor = random_tensor(200, 190, dtype=torch.bfloat16)
+    for rows, columns in itertools.product(
+        [(0, 16, 200), (0, 7, 90, 200), (0, 1, 199, 200)], [(0, 190), (0, 96, 190), (0, 3, 77, 190)]
+    ):
+        boxes = itertools.product(itertools.pairwise(rows), itertools.pairwise(columns))
+        assert sum(checksum(tensor[a:b, c:d], ((a, b), (c, d))) for (a, b), (c, d) in boxes) % MODULUS == of(tensor)
 
 
 def test_strides_do_not_matter():
@@ -78,12 +89,22 @@ def test_corruption_changes_it(dtype):
     tensor = random_tensor(16, 32, dtype=dtype)
     good = of(tensor)
     swapped_rows = tensor[torch.tensor([1, 0, *range(2, 16)])]
+    far_rows = tensor[torch.tensor([8, *range(1, 8), 0, *range(9, 16)])]
     swapped_columns = tensor[:, torch.tensor([4, 5, 6, 7, 0, 1, 2, 3, *range(8, 32)])]
     zeroed = tensor.clone()
     zeroed[3, 8:16] = 0
     stale = tensor.clone()
     stale[:8] = random_tensor(8, 32, dtype=dtype, seed=1)
-    others = [swapped_rows, swapped_columns, zeroed, stale, tensor.roll(1, 0), tensor.roll(1, 1), tensor.flip(1)]
+    others = [
+        swapped_rows,
+        far_rows,
+        swapped_columns,
+        zeroed,
+        stale,
+        tensor.roll(1, 0),
+        tensor.roll(1, 1),
+        tensor.flip(1),
+    ]
     assert good not in [of(other) for other in others]
     assert checksum(tensor, ((16, 32), (0, 32))) != good
 
@@ -103,3 +124,23 @@ def test_any_single_flipped_bit_changes_it(dtype):
 def test_the_scalar_form_is_the_same_number():
     tensor = random_tensor(4, 4)
     assert int(checksum_tensor(tensor, whole((4, 4)))) % MODULUS == of(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("shape", "box"), [
+    ((3000, 512), ((0, 3000), (0, 512))),
+    ((3000, 512), ((7, 2900), (64, 512))),
+    ((3000, 512), ((7, 2900), (3, 500))),
+    ((3000,), ((5, 2999),)),
+    ((4, 900, 256), ((1, 4), (5, 900), (0, 256))),
+])  # fmt: skip
+def test_a_copy_gives_the_checksum_of_what_it_wrote(dtype, shape, box):
+    whole_source = random_tensor(*shape, seed=3)
+    source = whole_source[tuple(slice(*bounds) for bounds in box)]
+    for place in (
+        torch.empty(source.shape, dtype=dtype),
+        torch.empty(shape, dtype=dtype)[tuple(slice(*b) for b in box)],
+    ):
+        found = int(copy_with_checksum(place, source, box)) % MODULUS
+        assert torch.equal(place, source.to(dtype))
+        assert found == checksum(source.to(dtype), box)

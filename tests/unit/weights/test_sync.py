@@ -139,6 +139,25 @@ def test_memory_that_is_asked_for_and_not_shared_is_refused(make):
         run.session.publish(0)
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("offer", r"actor rank 1 in phase offer: it was told to fail"),
+        ("layout", r"replica 1 in phase prepare: it has no"),
+    ],
+)
+def test_a_failure_before_there_is_a_plan_is_named_and_heals(make, fault, words):
+    run = make()
+    faulty = run.trainers[1] if fault == "offer" else run.engines[1]
+    faulty.fault = fault
+    with pytest.raises(SyncError, match=words):
+        run.session.publish(1)
+    assert [engine.version for engine in run.engines] == [None, None]
+    faulty.fault = ""
+    run.session.publish(2)
+    run.check(2)
+
+
 @pytest.mark.parametrize("transport", ["auto", pytest.param("network", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fault", "where", "words"),
