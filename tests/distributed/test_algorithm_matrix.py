@@ -23,6 +23,7 @@ from megarl.config.schema import TrainConfig
 from megarl.data.batch import Batch, Ragged
 from megarl.observability.metrics import Metrics, values
 from megarl.parallel.grid import ParallelLayout
+from megarl.rollout.sampling import Sampling
 from megarl.train.megatron.engine import MegatronEngine
 from tests.distributed.engines import make_engine
 from tests.distributed.models import QWEN2
@@ -133,7 +134,7 @@ def run(rank: Rank, wanted: Sequence[Combination]) -> list[tuple[dict[str, float
             batch = batch.without("old_log_probs")
         if config.algorithm.old_log_probs == "bypass":
             batch = batch.replace(old_log_probs=batch["rollout_log_probs"])
-        role = ActorRole(cast(Any, InProcess(actor)), config.algorithm, temperature=1.0, seed=1)
+        role = ActorRole(cast(Any, InProcess(actor)), config.algorithm, Sampling(), seed=1)
         seen |= role.update(batch, step=1)
         with torch.no_grad():
             moved = [float((weight - start[name]).abs().max()) for name, weight in actor.parameters().items()]
