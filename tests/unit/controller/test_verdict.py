@@ -141,3 +141,28 @@ def test_a_call_that_does_not_end_names_who_is_late(monkeypatch: pytest.MonkeyPa
     member = Member("actor", 3, None, "watch")
     with pytest.raises(WorkerError, match="no answer within 2 s from actor rank 3"):
         Watch().get({"call 1": member}, timeout_s=2.0)
+
+
+class Counted(Outcomes):
+    """Also counts how often it is asked."""
+
+    waits = gets = 0
+
+    def wait(self, *arguments: Any, **options: Any) -> tuple[list[str], list[str]]:
+        self.waits += 1
+        return super().wait(*arguments, **options)
+
+    def get(self, ref: str) -> Any:
+        self.gets += 1
+        return super().get(ref)
+
+
+def test_results_that_come_together_cost_two_looks_and_one_fetch_each(monkeypatch: pytest.MonkeyPatch):
+    """At hundreds of ranks a look for each result would cost more than the results."""
+    ray = Counted({f"call {rank}": (1.0 if rank < 90 else 2.0, rank) for rank in range(100)})
+    monkeypatch.setattr(dispatch, "ray", ray)
+    members = [Member("actor", rank, None, f"watch {rank}") for rank in range(100)]
+    watch = Watch()
+    watch.add(members)
+    assert watch.get({f"call {member.rank}": member for member in members}) == list(range(100))
+    assert (ray.waits, ray.gets) == (4, 100)
