@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megarl.config.load import load_train
 from megarl.errors import ConfigError, ModelError
+from megarl.models import load_spec
 from megarl.parallel.grid import ParallelLayout
 from megarl.planning import published
 from megarl.planning.gpus import GPUS, gpu_named
 from megarl.planning.known_models import KNOWN, known_spec
+from megarl.planning.memory import engine_bytes
 from megarl.planning.step_time import (
     DECODE_SEQUENCE_S,
     DECODE_STEP_S,
@@ -23,6 +27,8 @@ from megarl.planning.step_time import (
     sync_s,
     update_s,
 )
+from megarl.planning.sync_plan import plan_sync
+from tests.unit.planning.models import write_model
 
 SPEC = known_spec("Llama-3.1-8B")
 H100 = GPUS["h100"]
@@ -132,3 +138,17 @@ def test_the_error_on_published_runs_is_what_the_documents_say():
 def test_published_runs_use_the_gpus_they_say():
     for run in published.RUNS:
         assert run.place.num_gpus == run.num_gpus, run.name
+
+
+def test_an_engine_receives_what_the_plan_of_the_update_says(tmp_path: Path):
+    keys = [f"model.path={write_model(tmp_path / 'model')}", "actor.layout.tp=4", "rollout.tp=2", "rollout.replicas=4"]
+    config = load_train("grpo_7b", keys).config
+    made = plan_sync(
+        config,
+        actor_hosts=["node0"] * 8,
+        engine_hosts=["node0"] * 8,
+        bandwidth=1e9,
+        local_bandwidth=1e9,
+    )
+    weights, _ = engine_bytes(load_spec(config.model.path), config.rollout.tp, "bfloat16")
+    assert max(made.received) == pytest.approx(weights, rel=0.001)
