@@ -61,6 +61,7 @@ from megarl.rollout.sampling import Sampling
 TARGET = 0.05
 PROMPT_TOKENS = 256
 VOCABULARY = 50_000
+UPDATES = 16
 CALLS_AT_ONCE = 4096
 PHASES = {
     "generate": "rollout",
@@ -188,6 +189,7 @@ def configuration(ranks: int, prompts: int, samples: int) -> TrainConfig:
         "rollout.replicas": ranks // 8,
         "rollout.samples_per_prompt": samples,
         "data.prompts_per_step": prompts,
+        "algorithm.minibatch_size": max(1, prompts * samples // UPDATES),
     }
     return load_train("grpo_70b", [f"{key}={value}" for key, value in keys.items()]).config
 
@@ -217,21 +219,21 @@ def measure(ranks: int, arguments: argparse.Namespace, tokenizer: Any) -> Measur
     watch = Watch()
     watch.add([*actors, *replicas])
     group = WorkerGroup(TrainWorker, actors, layout, watch)
-    temperature, algorithm = config.rollout.sampling.temperature, config.algorithm
+    rollout, algorithm = RolloutRole(replicas, config.rollout, watch, seed=1), config.algorithm
     prompts = [Prompt(i, "p", list(range(i, i + PROMPT_TOKENS)), "1", "simulated") for i in range(arguments.prompts)]
     with RewardPool("regex", pattern="(1)", workers=2) as pool:
         pool.ready()
         reward = RewardRole(pool, tokenizer)
         roles = Roles(
-            actor=ActorRole(group, algorithm, temperature=temperature, seed=1),
-            rollout=RolloutRole(replicas, config.rollout, watch, seed=1),
+            actor=ActorRole(group, algorithm, rollout.sampling, seed=1),
+            rollout=rollout,
             reward=reward,
             weights=SimulatedPublisher([*actors, *replicas], watch),
             turns=DeviceTurns(False, [group], replicas, watch),
             estimator=make_estimator(algorithm),
             correction=make_correction(algorithm.correction),
             kl=make_kl(algorithm.kl),
-            reference=ReferenceRole(group, temperature=temperature),
+            reference=ReferenceRole(group, temperature=rollout.sampling.temperature),
         )
         result = Measured(ranks, predicted, [], [], sum(seconds.values()), {}, [])
         version, process = 0, psutil.Process()
