@@ -204,7 +204,7 @@ def reject(log_ratio: Tensor, mask: Tensor, rejections: Sequence[Rejection]) -> 
 def _statistic(lr: Tensor, mask: Tensor, name: str) -> tuple[Tensor, bool]:
     """The statistic [B, T] or [B, 1], and whether it belongs to rows."""
     level, _, k = name.rpartition("_")
-    token = {"k1": lambda: -lr, "k2": lambda: lr.square() / 2, "k3": lambda: lr.exp() - 1 - lr}[k]()
+    token = {"k1": lambda: -lr, "k2": lambda: lr.square() / 2, "k3": lambda: lr.expm1() - lr}[k]()
     if level == "token":
         return token, False
     if level == "seq_max":
@@ -247,9 +247,9 @@ def gap_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mas
     difference = train_ppl - rollout_ppl
     row_lr = lr.sum(-1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     # All three are 0 where lr is, so off the mask too.
-    over_tokens = {"kl": -lr, "k3_kl": bounded.exp() - bounded - 1, "chi2_token": (2 * bounded).exp() - 1}
+    over_tokens = {"kl": -lr, "k3_kl": bounded.expm1() - bounded, "chi2_token": (2 * bounded).expm1()}
     over_rows = {
-        "chi2_seq": (2 * row_lr).exp() - 1,
+        "chi2_seq": (2 * row_lr).expm1(),
         "training_log_ppl": train_ppl,
         "rollout_log_ppl": rollout_ppl,
         "log_ppl_diff": difference,

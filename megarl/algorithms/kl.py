@@ -71,13 +71,14 @@ def _value_and_slope(x: Tensor, base: str, value: Tensor, slope: Tensor) -> None
     else:
         free_negative = x.neg()
         negative = free_negative.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        ratio = negative.exp()
-        free = (ratio - negative).sub_(1)
+        # exp(-x) - 1, not exp: the estimate of nearby policies is far below the rounding of 1.
+        above = negative.expm1()
+        free = above - negative
         torch.clamp(free, -_K3_BOUND, _K3_BOUND, out=value)
         # 1 - exp(-x), and 0 where either clamp acts.
         inside = torch.eq(negative, free_negative, out=negative)
         torch.eq(value, free, out=free)
-        torch.sub(1, ratio, out=slope).mul_(inside).mul_(free)
+        torch.neg(above, out=slope).mul_(inside).mul_(free)
 
 
 def penalized_rewards(

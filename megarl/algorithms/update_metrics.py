@@ -29,7 +29,7 @@ def ratio_metrics(
     with torch.no_grad():
         d = select(response_mask, widen(log_probs) - widen(old_log_probs)).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         ratio = d.exp()
-        sums = {"ppo_kl_k3": (ratio - 1 - d).sum()}
+        sums = {"ppo_kl_k3": (d.expm1() - d).sum()}
         if clip_low is not None and clip_high is not None:
             signed = select(response_mask, advantages)
             sums["pg_clipfrac_above"] = ((signed > 0) & (ratio > 1 + clip_high)).sum()

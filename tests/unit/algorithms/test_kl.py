@@ -33,6 +33,16 @@ def test_reference_of_another_precision_takes_that_of_the_log_probs() -> None:
     assert kl_penalty(b.log_probs.bfloat16(), b.ref, b.mask, "k3").dtype == torch.float32
 
 
+def test_k3_of_nearby_policies_is_not_lost_in_rounding() -> None:
+    x = torch.tensor([[1e-4, -1e-4, 1e-3]])
+    leaf = x.clone().requires_grad_()
+    kl = kl_penalty(leaf, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool), "k3")
+    kl.sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(kl.detach(), x.square() / 2 - x**3 / 6, rtol=1e-3, atol=0)
+    torch.testing.assert_close(leaf.grad, x - x.square() / 2, rtol=1e-5, atol=0)
+
+
 def test_names_of_other_libraries() -> None:
     b = ragged(2)
     for theirs, ours in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("low_var_kl+", "k3+")):
