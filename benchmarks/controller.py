@@ -48,6 +48,7 @@ from megarl.controller.step import policy_step
 from megarl.controller.workers import TrainWorker, grid
 from megarl.data.batch import Ragged
 from megarl.data.prompts import Prompt
+from megarl.errors import SetupError
 from megarl.observability.metrics import Last, Mean
 from megarl.observability.trace import Timeline, listening, span
 from megarl.planning.gpus import gpu_named
@@ -62,6 +63,7 @@ TARGET = 0.05
 PROMPT_TOKENS = 256
 VOCABULARY = 50_000
 UPDATES = 16
+START_ATTEMPTS = 4
 CALLS_AT_ONCE = 4096
 PHASES = {
     "generate": "rollout",
@@ -287,6 +289,20 @@ def report(measured: Sequence[Measured], samples: int) -> dict[str, Any]:
     }
 
 
+def start_ray() -> Cluster:
+    """A cluster of its own; Ray gives up on a busy machine after 30 s, so it is tried again."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        cluster = Cluster()
+        try:
+            cluster.open(None, num_slots=4, num_gpus=0)
+            return cluster
+        except SetupError:
+            cluster.close()
+            if attempt == START_ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
 def main() -> int:
     """Returns 0 where the target is met."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -297,8 +313,7 @@ def main() -> int:
     parser.add_argument("--latency-scale", type=float, default=0.005)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    cluster = Cluster()
-    cluster.open(None, num_slots=4, num_gpus=0)
+    cluster = start_ray()
     try:
         tokenizer = word_tokenizer()
         measured = [measure(ranks, arguments, tokenizer) for ranks in arguments.ranks]
