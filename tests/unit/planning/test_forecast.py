@@ -63,3 +63,14 @@ def test_key_value_heads_are_copied_where_ranks_are_more():
 def test_fine_tuning_has_one_phase():
     config, spec = load_sft("sft_tiny").config, known_spec("Qwen2.5-7B")
     assert list(forecast(config, spec, spec, None).phases) == ["update"]
+
+
+@pytest.mark.parametrize(
+    "keys", [[], ["actor.engine.offload=false"], ["cluster.placement=split", "cluster.num_nodes=2"]]
+)
+def test_the_forecast_and_the_controller_agree_on_who_takes_turns(keys: list[str]):
+    from megarl.controller import roles
+    from megarl.planning import forecast as planned
+
+    config = load_train("grpo_7b", keys).config
+    assert planned.takes_turns(config) == roles.takes_turns(config)
