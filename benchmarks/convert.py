@@ -8,7 +8,8 @@ Two workers. For each direction:
 
 - work: from the first phase of the conversion to the rename, as the command itself says;
 - whole: the process from start to end;
-- anonymous memory: the highest RssAnon of the process.
+- anonymous memory: the highest RssAnon of the process;
+- processor time, start-up included, which another load on the machine changes least.
 
 The last line is one JSON object. ``value`` is the slower direction's work over safetensors' read-all and write-all,
 whose target is 1; ``of_cp`` is cp's time over ours, goal 0.7; ``beyond_work_s`` whole minus work, target 2;
@@ -23,6 +24,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -102,6 +104,7 @@ def make_model(directory: Path, gigabytes: float) -> int:
 
 def timed(words: list[str]) -> dict[str, float]:
     """Runs a command: whole seconds, its own statement of its work, highest anonymous memory."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         peak = [0]
@@ -113,7 +116,13 @@ def timed(words: list[str]) -> dict[str, float]:
     if process.returncode:
         raise SystemExit(f"{words[1]} failed with {process.returncode}")
     match = re.search(r"copied in ([\d.]+) s", output) or re.search(r"([\d.]+)", output)
-    return {"whole_s": whole_s, "work_s": float(match[1]) if match else whole_s, "anonymous_mb": peak[0] / 1e6}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "whole_s": whole_s,
+        "work_s": float(match[1]) if match else whole_s,
+        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "anonymous_mb": peak[0] / 1e6,
+    }
 
 
 def watch(process: subprocess.Popen[str], peak: list[int]) -> None:
@@ -185,6 +194,7 @@ def main() -> None:
         "peers": {"cp_s": median["cp"]["whole_s"], "safetensors_s": median["safetensors"]["work_s"]},
         "work_s": {"to_megatron": ours[0]["work_s"], "to_hf": ours[1]["work_s"]},
         "whole_s": {"to_megatron": ours[0]["whole_s"], "to_hf": ours[1]["whole_s"]},
+        "cpu_s": {name: round(run["cpu_s"], 2) for name, run in median.items()},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
     }
     result["holds"] = bool(value <= 1.0 and result["beyond_work_s"] <= 2 and result["anonymous_mb"] <= 1000)
