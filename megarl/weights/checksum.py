@@ -34,8 +34,6 @@ _ROW_SEED, _WORD_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344
 _WORD_BYTES = 8
 _GROUP = 16
 _CHUNK_BYTES = 1 << 22
-# Small enough to stay in a core's second-level cache, large enough that the calls do not count.
-_CACHED_BYTES = 1 << 19
 
 
 def checksum(piece: Tensor, box: Box) -> int:
@@ -62,38 +60,15 @@ def checksum_tensor(piece: Tensor, box: Box) -> Tensor:
 def copy_with_checksum(place: Tensor, source: Tensor, box: Box) -> Tensor:
     """Copy ``source`` into ``place``, converting the dtype, and return the checksum of what ``place`` then holds.
 
-    In host memory a block of rows is summed right after it was copied, out of the cache: memory is read once.
+    Doing so block by block, out of the cache, was slower: the calls cost more than memory.
 
     Args:
         place: the box's elements, to be written.
         source: what to write, of the same shape.
         box: where they lie in the canonical tensor.
     """
-    row_bytes = place.shape[-1] * place.element_size() if place.dim() == 2 else 0
-    step = _CACHED_BYTES // row_bytes // _GROUP * _GROUP if row_bytes else 0
-    if not 0 < step < len(place) or place.device.type != "cpu":
-        place.copy_(source)
-        return checksum_tensor(place, box)
-    (start, stop), columns = box
-    lanes = _WORD_BYTES // place.element_size()
-    if columns[0] % lanes or columns[1] % lanes or not _viewable(place, lanes):
-        place.copy_(source)
-        return checksum_tensor(place, box)
-    # Blocks end where groups do.
-    aligned, end = min(stop, -(-start // _GROUP) * _GROUP), max(start, stop - stop % _GROUP)
-    cuts = sorted({start, *range(aligned, end, step), end, stop})
-    total = torch.zeros((), dtype=torch.int64)
-    sums = torch.empty(max(0, end - aligned) // _GROUP, dtype=torch.int64)
-    for first, last in pairwise(cuts):
-        block = place[first - start : last - start]
-        block.copy_(source[first - start : last - start])
-        words = block.view(torch.int64)
-        if first < aligned or first >= end:
-            total += _sum(words, first, columns[0] // lanes, ())
-        else:
-            group = (first - aligned) // _GROUP
-            sums[group : group + len(words) // _GROUP] = _group_sums(words, columns[0] // lanes)
-    return total + _dot(sums, _group_keys(aligned // _GROUP, end // _GROUP, (), sums.device))
+    place.copy_(source)
+    return checksum_tensor(place, box)
 
 
 def _matrices(piece: Tensor, box: Box) -> Iterable[tuple[tuple[int, ...], Tensor]]:
