@@ -52,7 +52,7 @@ class ValueCheck:
             prompts=Ragged.from_rows([row[:PROMPT_TOKENS] for row in self._rows], torch.int64),
             responses=Ragged.from_rows([row[PROMPT_TOKENS:] for row in self._rows], torch.int64),
         )
-        columns = self._actor.log_probs(batch, temperature=1.0, with_entropy=False)
+        columns = self._actor.log_probs(batch, temperature=1.0, with_entropy=False, with_sum_pi_squared=False)
         self._expected = columns["log_probs"].values
 
     def ask_engines(self, version: int) -> None:

@@ -118,7 +118,7 @@ def test_greedy_tokens_and_log_probs_equal_the_exported_models(
             numbers = values(result.metrics)
             assert result.version == step
             assert numbers[MISMATCH] < 1e-4
-            assert numbers["weight_sync/values_difference"] < 1e-4 < 1e-2 < numbers["weight_sync/values_change"]
+            assert numbers["weight_sync/values_difference"] < 1e-4 < 1e-3 < numbers["weight_sync/values_change"]
             distances.append(numbers["actor/kl_loss"])
 
             samples = parts.roles.rollout.sample(asked, greedy, n=1, step=step, stream=1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from megarl.controller.dispatch import Member
 from megarl.controller.value_check import RESPONSE_TOKENS, ValueCheck
+from megarl.controller.workers import TrainWorker
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import SyncError
 from megarl.observability.metrics import values
@@ -20,8 +22,9 @@ def log_probs(rows: list[list[int]], weight: float) -> list[list[float]]:
 class Actor:
     weight = 1.0
 
-    def log_probs(self, batch: Batch, *, temperature: float, with_entropy: bool) -> dict[str, Ragged]:
-        assert temperature == 1.0 and not with_entropy
+    def log_probs(self, batch: Batch, **options: Any) -> dict[str, Ragged]:
+        inspect.signature(TrainWorker.log_probs).bind(None, batch, **options)  # what the workers take
+        assert options["temperature"] == 1.0
         rows = [row.tolist() for row in batch["responses"].rows()]
         assert all(len(row) == RESPONSE_TOKENS for row in rows)
         return {"log_probs": Ragged.from_rows(log_probs(rows, self.weight), torch.float32)}
