@@ -414,9 +414,9 @@ def test_a_model_larger_than_the_memory_is_converted(tmp_path):
 
     options = ("--workers", 2, "--max-memory", "64M", "--no-fsync", "--quiet")
     forth = command("hf_to_megatron.py", model, tmp_path / "dist", "--tp", 2, *options)
-    back = command("megatron_to_hf.py", tmp_path / "dist", tmp_path / "hf", *options)
+    back = command("megatron_to_hf.py", tmp_path / "dist", tmp_path / "back", *options)
     for words in (forth, back):
         result = subprocess.run(words, preexec_fn=limited, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-    receipts = [json.loads((tmp_path / name / "conversion_manifest.json").read_text()) for name in ("dist", "hf")]
+    receipts = [json.loads((tmp_path / name / "conversion_manifest.json").read_text()) for name in ("dist", "back")]
     assert receipts[0]["source"]["digest"] == receipts[1]["target"]["digest"]
