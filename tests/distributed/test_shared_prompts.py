@@ -71,7 +71,7 @@ def test_sharing_changes_neither_log_probs_nor_updates(ranks: RankPool, name: st
 
 def update_once(rank: Rank, with_old: bool) -> tuple[dict[str, float], list[Any]]:
     engine = make_engine(QWEN2, rank.start(ParallelLayout()))
-    update = policy_update()
+    update = policy_update(measures_gap=not with_old)
     batch = recorded_batch(QWEN2.vocab_size)
     batch = batch.add(rollout_log_probs=batch["old_log_probs"]).without("old_log_probs")
     if with_old:
