@@ -56,6 +56,8 @@ run() { # name of the stage, command
 stage=environment
 scripts/setup_env.sh run
 export PATH=$PWD/${MEGARL_VENV:-.venv}/bin:$PATH
+# A fresh environment holds no bytecode: it is compiled once, not by each of the many processes.
+unset PYTHONDONTWRITEBYTECODE
 mkdir -p "$run_dir"
 
 model=$run_dir/model sft=$run_dir/sft grpo=$run_dir/grpo

@@ -9,6 +9,8 @@ if [[ ${1:-} == --all ]]; then markers=(); shift; fi
 
 scripts/setup_env.sh test || exit
 export PATH=$PWD/${MEGARL_VENV:-.venv}/bin:$PATH
+# A fresh environment holds no bytecode: it is compiled once, not by each of the many processes.
+unset PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY=passive OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 failed=()
