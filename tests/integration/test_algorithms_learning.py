@@ -27,7 +27,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory, warm_start: Path) -> Ite
         f"model.path={warm_start}",
         *layout("actor", (1, 1, 1)),
         "rollout.tp=1",
-        "actor.optimizer.lr=3e-4",
     ]
     with live(tmp_path_factory.mktemp("learning"), overrides) as started:
         yield started
@@ -43,4 +42,4 @@ def test_an_algorithm_by_name_learns(processes: Live, name: str):
     scores = [numbers["critic/score/mean"] for numbers in seen]
     print(f"{name}: accuracy {start:.2f} -> {end:.2f}, score {scores[0]:.2f} -> {scores[-1]:.2f}")
     assert len(seen) == STEPS
-    assert end > start + 0.1
+    assert end > start + 0.25
