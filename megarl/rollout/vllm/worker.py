@@ -6,9 +6,13 @@ vLLM's queues, and the next call would take them for its own.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any
+
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.platforms import current_platform
 
 from megarl.rollout.vllm import weights as weights  # registers the transfer backend before the model is built
 from megarl.rollout.vllm.weights import WeightReceiver
@@ -16,6 +20,11 @@ from megarl.weights.schedule import region_fields
 from megarl.weights.transport.board import TransportError
 
 logger = logging.getLogger(__name__)
+
+if current_platform.is_cpu():
+    # A rank polls for its next call for a second after the last one: with the very cores that are to score and train
+    # what was sampled. Of several ranks each takes a core. Here it sleeps until it is called.
+    SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=0.0)
 
 
 class WorkerExtension:
