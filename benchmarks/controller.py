@@ -45,7 +45,7 @@ from megarl.controller.roles import (
 from megarl.controller.rollout import RolloutRole
 from megarl.controller.scoring import RewardRole
 from megarl.controller.step import policy_step
-from megarl.controller.workers import TrainWorker, grid
+from megarl.controller.workers import TrainWorker
 from megarl.data.batch import Ragged
 from megarl.data.prompts import Prompt
 from megarl.errors import SetupError
@@ -204,7 +204,7 @@ def measure(ranks: int, arguments: argparse.Namespace, tokenizer: Any) -> Measur
     predicted = step_time(spec, gpu_named("h100"), work, placement_of(config))
     seconds = {name: predicted.phases.get(name, 0.0) * arguments.latency_scale for name in PHASES.values()}
     lengths = [round(x) for x in response_lengths(509, work.response_tokens, work.longest_response)]
-    layout = grid(config.actor.layout)
+    layout = config.actor.layout.grid()
     places = [(rank, layout.coordinate(rank)) for rank in range(layout.world_size)]
     speakers = [rank for rank, at in places if at.tp == 0 and at.pp == layout.pp - 1]
     host_class = ray.remote(max_concurrency=CALLS_AT_ONCE, num_cpus=0)(SimulatedRanks)

@@ -19,7 +19,7 @@ from megarl.controller.session import Session, check_weights, measured_memory, o
 from megarl.controller.state import RunState
 from megarl.controller.step import StepResult, policy_step
 from megarl.controller.validation import validate
-from megarl.controller.workers import TrainPlan, grid
+from megarl.controller.workers import TrainPlan
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.data.sources import open_source
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -241,7 +241,7 @@ def actor_plan(config: TrainConfig, logs: Path) -> TrainPlan:
         role="actor",
         model_dir=Path(config.model.path).absolute(),
         random_init=config.model.init == "random",
-        layout=grid(actor.layout),
+        layout=actor.layout.grid(),
         device=config.cluster.device,
         engine=actor.engine,
         optimizer=actor.optimizer,
@@ -264,7 +264,7 @@ def critic_plan(config: TrainConfig, logs: Path) -> TrainPlan:
         role="critic",
         model_dir=Path(config.model.path if critic.path is None else critic.path).absolute(),
         random_init=critic.path is None and config.model.init == "random",
-        layout=grid(critic.layout),
+        layout=critic.layout.grid(),
         device=config.cluster.device,
         engine=critic.engine,
         optimizer=critic.optimizer,

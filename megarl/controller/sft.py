@@ -12,7 +12,7 @@ from megarl.config.schema import SftConfig
 from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.session import Session, check_weights, measured_memory, open_session
 from megarl.controller.state import RunState
-from megarl.controller.workers import TrainPlan, grid
+from megarl.controller.workers import TrainPlan
 from megarl.data.batch import Batch
 from megarl.data.sft import SftSource, sft_batch
 from megarl.data.sources import open_source
@@ -128,7 +128,7 @@ def plan(config: SftConfig, logs: Path) -> TrainPlan:
         role="actor",
         model_dir=Path(config.model.path).absolute(),
         random_init=config.model.init == "random",
-        layout=grid(config.actor.layout),
+        layout=config.actor.layout.grid(),
         device=config.cluster.device,
         engine=config.actor.engine,
         optimizer=config.actor.optimizer,

@@ -17,7 +17,6 @@ from typing import Literal
 import ray
 import torch.distributed as dist
 
-from megarl.config.schema.parallel import LayoutConfig
 from megarl.config.schema.train import EngineConfig, OptimizerConfig
 from megarl.controller.dispatch import Collect, Split, dispatch
 from megarl.data.batch import Batch, Ragged
@@ -63,18 +62,6 @@ class TrainPlan:
     with_reference: bool
     collective_timeout_s: float
     logs: Path
-
-
-def grid(layout: LayoutConfig) -> ParallelLayout:
-    """The layout of the schema as the grid that ranks are computed on."""
-    return ParallelLayout(
-        tp=layout.tp,
-        pp=layout.pp,
-        dp=layout.dp,
-        sequence_parallel=layout.sequence_parallel,
-        first_stage_layers=layout.num_layers_in_first_stage,
-        last_stage_layers=layout.num_layers_in_last_stage,
-    )
 
 
 def enter_worker(role: str, rank: int, directory: Path) -> None:

@@ -20,7 +20,7 @@ from megarl.models import ModelSpec
 from megarl.planning.finding import Finding, Level
 from megarl.planning.gpus import GIB, Gpu
 from megarl.planning.memory import Layers, RankMemory, engine_bytes, worst_stage
-from megarl.planning.model_fit import grid, longest_sequence, trained
+from megarl.planning.model_fit import longest_sequence, trained
 
 # Assumed, not measured by this project: CUDA context with NCCL's buffers, and resident memory of one process.
 CONTEXT_BYTES = 1 * GIB
@@ -117,7 +117,7 @@ def takes_turns(config: TrainConfig) -> bool:
 def _rank(
     part: ActorConfig | CriticConfig, spec: ModelSpec, layers: Layers, *, is_critic: bool, is_trained: bool = True
 ) -> RankMemory:
-    layout = grid(part.layout)
+    layout = part.layout.grid()
     return worst_stage(
         spec, layout, part.engine,
         num_microbatches=2 * layout.pp, layers=layers, value_head=is_critic, trained=is_trained,

@@ -42,18 +42,6 @@ def check_specs(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: M
     return findings
 
 
-def grid(layout: LayoutConfig) -> ParallelLayout:
-    """The layout of the schema as the grid that ranks are computed on. Raises LayoutError."""
-    return ParallelLayout(
-        tp=layout.tp,
-        pp=layout.pp,
-        dp=layout.dp,
-        sequence_parallel=layout.sequence_parallel,
-        first_stage_layers=layout.num_layers_in_first_stage,
-        last_stage_layers=layout.num_layers_in_last_stage,
-    )
-
-
 def trained(config: TrainConfig | SftConfig) -> Iterator[tuple[str, ActorConfig | CriticConfig]]:
     """The roles under training by name."""
     yield "actor", config.actor

@@ -17,7 +17,7 @@ from megarl.models import ModelSpec
 from megarl.planning.finding import errors
 from megarl.planning.forecast import forecast
 from megarl.planning.gpus import GIB, Gpu
-from megarl.planning.model_fit import check_specs, grid
+from megarl.planning.model_fit import check_specs
 from megarl.planning.step_time import Placement, StepTime, Workload, step_time
 
 ROOM = 0.95
@@ -87,7 +87,7 @@ def placement_of(config: TrainConfig, *, one_step_off: bool = False) -> Placemen
     """The configuration's own placement."""
     engine, cluster, rollout = config.actor.engine, config.cluster, config.rollout
     return Placement(
-        grid(config.actor.layout),
+        config.actor.layout.grid(),
         rollout.replicas,
         rollout.tp,
         colocated=cluster.placement == "colocated",

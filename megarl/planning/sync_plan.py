@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 
 from megarl.config.schema import TrainConfig
 from megarl.models import load_spec
-from megarl.planning.model_fit import grid
 from megarl.weights.check import check_plan
 from megarl.weights.engine_layout import engine_replicas
 from megarl.weights.layout import megatron_regions
@@ -135,7 +134,7 @@ def plan_sync(
         PlanError: the plan is not complete, which is a defect of megarl.
     """
     spec = load_spec(config.model.path)
-    layout = replace(grid(config.actor.layout), **(degrees if degrees is not None else {}))  # type: ignore[arg-type]
+    layout = replace(config.actor.layout.grid(), **(degrees if degrees is not None else {}))  # type: ignore[arg-type]
     naming = "te" if config.cluster.device == "cuda" else "local"
     with collector_paused():
         sources = {

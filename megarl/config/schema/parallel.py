@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from megarl.config.schema.base import StrictModel
+from megarl.parallel.grid import ParallelLayout
 
 
 class LayoutConfig(StrictModel):
@@ -26,3 +27,14 @@ class LayoutConfig(StrictModel):
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
+
+    def grid(self) -> ParallelLayout:
+        """The grid that ranks are computed on. Raises LayoutError for degrees that contradict each other."""
+        return ParallelLayout(
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            sequence_parallel=self.sequence_parallel,
+            first_stage_layers=self.num_layers_in_first_stage,
+            last_stage_layers=self.num_layers_in_last_stage,
+        )

@@ -7,6 +7,8 @@ Transformer Engine fuses those of the latents into the up-projections and holds 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.models.families.dense import DENSE_DROPPED, DENSE_MLP, OUTSIDE_LAYERS, H, M
 from megarl.models.families.experts import expert_rules, shared_expert_rules
 from megarl.models.family import ExpertKeys, Family
@@ -82,21 +84,24 @@ DEEPSEEK_DROPPED = (
 
 _UNUSED = ("quantization_config", "ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "num_nextn_predict_layers")
 
+_SOFTMAX_EXPERTS = ExpertKeys(
+    num_experts=("n_routed_experts",),
+    ffn="moe_intermediate_size",
+    num_shared="n_shared_experts",
+    normalize=("norm_topk_prob", False),
+    first_dense="first_k_dense_replace",
+    groups=("n_group", "topk_group"),
+    scale="routed_scaling_factor",
+)
+SIGMOID_EXPERTS = replace(_SOFTMAX_EXPERTS, score="sigmoid", expert_bias=True, normalize=("norm_topk_prob", True))
+
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     rules=DEEPSEEK_RULES,
     dropped=DEEPSEEK_DROPPED,
     latent=True,
-    experts=ExpertKeys(
-        num_experts=("n_routed_experts",),
-        ffn="moe_intermediate_size",
-        num_shared="n_shared_experts",
-        normalize=("norm_topk_prob", False),
-        first_dense="first_k_dense_replace",
-        groups=("n_group", "topk_group"),
-        scale="routed_scaling_factor",
-    ),
+    experts=_SOFTMAX_EXPERTS,
     only={
         "attention_bias": (False,),
         "moe_layer_freq": (1,),
@@ -114,17 +119,7 @@ DEEPSEEK_V3 = Family(
     rules=DEEPSEEK_RULES,
     dropped=DEEPSEEK_DROPPED,
     latent=True,
-    experts=ExpertKeys(
-        num_experts=("n_routed_experts",),
-        ffn="moe_intermediate_size",
-        num_shared="n_shared_experts",
-        score="sigmoid",
-        expert_bias=True,
-        normalize=("norm_topk_prob", True),
-        first_dense="first_k_dense_replace",
-        groups=("n_group", "topk_group"),
-        scale="routed_scaling_factor",
-    ),
+    experts=SIGMOID_EXPERTS,
     only={
         "attention_bias": (False,),
         "moe_layer_freq": (1,),

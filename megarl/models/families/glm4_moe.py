@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megarl.models.families.deepseek import DEEPSEEK_DROPPED
+from megarl.models.families.deepseek import DEEPSEEK_DROPPED, SIGMOID_EXPERTS
 from megarl.models.families.dense import DENSE_DECODER
 from megarl.models.families.experts import expert_rules, shared_expert_rules
-from megarl.models.family import ExpertKeys, Family
+from megarl.models.family import Family
 
 GLM4_MOE = Family(
     name="glm4_moe",
@@ -15,17 +15,7 @@ GLM4_MOE = Family(
     qkv_bias=True,
     qk_norm_key="use_qk_norm",
     partial_rotary=0.5,
-    experts=ExpertKeys(
-        num_experts=("n_routed_experts",),
-        ffn="moe_intermediate_size",
-        num_shared="n_shared_experts",
-        score="sigmoid",
-        expert_bias=True,
-        normalize=("norm_topk_prob", True),
-        first_dense="first_k_dense_replace",
-        groups=("n_group", "topk_group"),
-        scale="routed_scaling_factor",
-    ),
+    experts=SIGMOID_EXPERTS,
     only={"attention_bias": (True,)},
     required=("attention_bias",),
     unused=("quantization_config", "num_nextn_predict_layers"),

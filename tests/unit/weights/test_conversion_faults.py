@@ -401,7 +401,7 @@ def test_killed_with_signal_nine_at_any_moment_it_continues(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_larger_than_the_memory_is_converted(tmp_path):
-    """1.2 GB of weights under a limit of 600 MB of address space."""
+    """Over 0.9 GB of weights under a limit of 600 MB of address space."""
     model = make_model(
         tmp_path, hidden_size=2048, intermediate_size=8192, num_hidden_layers=10, head_dim=512, shard_bytes=300_000_000
     )
