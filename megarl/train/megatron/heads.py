@@ -5,8 +5,8 @@ they exist one chunk of tokens at a time, in the forward pass and again in the b
 
 Invariants:
 1. Never more than ``chunk_tokens`` rows of logits are held; what is saved for backward is [M] or an input.
-2. Inputs keep their dtype in the matrix products, of which CUDA's yields float32 logits; softmax, log-probs, entropy
-   and sums are float32.
+2. Logits are float32 sums of exact products, never rounded to the inputs' dtype; softmax, log-probs, entropy and sums
+   are float32; the products of the backward pass keep the inputs' dtype.
 3. Columns of the padded vocabulary are absent: no probability, no gradient.
 4. The result is the same on every tensor-parallel rank and does not depend on the tensor-parallel size.
 """
@@ -108,13 +108,20 @@ class _Shard:
         return torch.where(here, targets - self.start, 0), here
 
 
-def _chunk_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """float32 logits [C, V'] of one chunk, divided by the temperature."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        # The sums are float32 inside the kernel: rounding them costs as much accuracy as all layers together.
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:  # PyTorch has no such product on CPU, and one of float32 operands takes three times as long there
-        logits = (hidden @ weight.t()).float()
+def _operand(weight: Tensor) -> Tensor:
+    """The output matrix as the logits' product takes it: in float32 on CPU, where PyTorch cannot widen the result."""
+    return weight if weight.is_cuda else weight.float()
+
+
+def _chunk_logits(hidden: Tensor, operand: Tensor, temperature: float) -> Tensor:
+    """float32 logits [C, V'] of one chunk, divided by the temperature.
+
+    Logits rounded to bfloat16 would cost as much accuracy as all layers together.
+    """
+    if operand.dtype == torch.float32:
+        logits = hidden.float() @ operand.t()
+    else:
+        logits = torch.mm(hidden, operand.t(), out_dtype=torch.float32)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -140,9 +147,10 @@ class _VocabLogProbs(torch.autograd.Function):
         logsumexp = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         log_probs = torch.empty_like(logsumexp)
         entropy = torch.empty_like(logsumexp) if with_entropy else None
+        operand = _operand(weight[: shard.size])
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits = _chunk_logits(rows[chunk], weight[: shard.size], temperature)
+            logits = _chunk_logits(rows[chunk], operand, temperature)
             squares = None if sum_pi_squared is None else sum_pi_squared[chunk]
             largest, log_total, target, mean_logit = _statistics(logits, targets[chunk], shard, with_entropy, squares)
             logsumexp[chunk] = largest + log_total
@@ -163,11 +171,12 @@ class _VocabLogProbs(torch.autograd.Function):
         if positions is not None:
             rows = rows.index_select(0, positions)
         local = weight[: shard.size]
+        operand = _operand(local)
         grad_rows = torch.empty_like(rows)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(targets), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            logits = _chunk_logits(rows[chunk], local, ctx.temperature)
+            logits = _chunk_logits(rows[chunk], operand, ctx.temperature)
             index, here = shard.local(targets[chunk])
             grad_logits = _logits_gradient(
                 logits,
