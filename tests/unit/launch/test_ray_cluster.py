@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.load import load_sft, load_train
 from megarl.errors import ConfigError, SetupError
 from megarl.launch.__main__ import main, program
 from megarl.launch.ray_cluster import Plan, Program, plan
-from megarl.launch.slurm import Allocation
+from megarl.launch.slurm import Allocation, from_script
 from tests.architecture.source import ROOT
 
 ALLOCATION = Allocation(4711, "grpo_70b", ("n1", "n2", "n3"), cpus=96, gpus=8)
@@ -87,13 +88,23 @@ def test_a_wrong_configuration_is_found_before_anything_else():
 def test_every_script_renders_without_slurm(script):
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MEGARL"))}
     result = subprocess.run(
-        ["bash", str(script), "run.steps=3"],
+        ["bash", str(script), "run.steps=30"],
         env=variables | {"DRY_RUN": "1"}, cwd="/", capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[-4:]] == ["1", "2", "3", "4"]
-    assert lines[-1].endswith("run.steps=3")
+    assert lines[-1].endswith("run.steps=30")
+
+
+# grpo_tiny is for trying out a cluster: its script asks for two nodes, its preset runs on one.
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.stem != "grpo_tiny"], ids=lambda path: path.stem)
+def test_every_script_asks_for_the_nodes_and_gpus_of_its_preset(script):
+    load = load_sft if script.stem.startswith("sft") else load_train
+    cluster, allocation = load(script.stem).config.cluster, from_script(script)
+    assert (len(allocation.nodes), allocation.gpus) == (cluster.num_nodes, cluster.gpus_per_node)
+    assert f"PRESET={script.stem}\n" in script.read_text()
+    assert allocation.job_name == script.stem
 
 
 def test_a_wrong_key_has_the_exit_code_of_the_configuration(capsys):

@@ -15,10 +15,18 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("preset", "model"), [("grpo_7b", "Qwen2.5-7B"), ("ppo_7b", "Qwen2.5-7B"), ("grpo_70b", "Llama-3.3-70B")]
+    ("preset", "model"),
+    [
+        ("grpo_7b", "Qwen2.5-7B"),
+        ("ppo_7b", "Qwen2.5-7B"),
+        ("grpo_70b", "Llama-3.3-70B"),
+        ("ppo_70b", "Llama-3.3-70B"),
+        ("sft_70b", "Llama-3.1-70B"),
+    ],
 )
 def test_presets_fit_the_gpus_they_are_made_for(preset: str, model: str):
-    config, spec = load_train(preset).config, known_spec(model)
+    load = load_sft if preset.startswith("sft") else load_train
+    config, spec = load(preset).config, known_spec(model)
     expected = forecast(config, spec, spec, H100)
     assert not list(check_memory(config, expected, gpu=H100, host_bytes=1000 * GIB))
     assert all(0.2 < sum(parts.values()) / H100.memory_bytes < 0.9 for parts in expected.phases.values())

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# SFT of a 70B model: 4 nodes of 8 GPUs. sbatch scripts/slurm/sft_70b.sh key=value ...
+#SBATCH --job-name=sft_70b
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --mem=0
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --output=slurm-%x-%j.log
+#SBATCH --open-mode=append
+COMMAND=sft PRESET=sft_70b
+here=${MEGARL_HOME:-${SLURM_SUBMIT_DIR:-}}
+[[ -n $here && -z ${DRY_RUN:-} ]] || here=$(dirname "${BASH_SOURCE[0]}")/../..
+source "$here/scripts/slurm/ray_cluster.sh"
