@@ -82,12 +82,7 @@ class _Select(torch.autograd.Function):
 
 def spread_rows(per_row: Tensor, mask: Tensor) -> Tensor:
     """Each row's number at its true places, 0 elsewhere: [B] and [B, T] -> [B, T]; no gradient."""
-    column = per_row[:, None]
-    result = torch.empty(mask.shape, dtype=per_row.dtype, device=mask.device)
-    for rows in blocks(mask.shape[0], mask.shape[1], mask.device):
-        bits = bits_of(mask[rows], per_row.dtype)
-        torch.bitwise_and(bits, column[rows].view(bits.dtype), out=result[rows].view(bits.dtype))
-    return result
+    return torch.where(mask, per_row[:, None], per_row.new_zeros(()))
 
 
 def blocks(num_rows: int, tokens_per_row: int, device: torch.device) -> Iterator[slice]:

@@ -74,7 +74,7 @@ def remax(inputs: TokenInputs) -> Advantages:
     last = _last_token(inputs.response_mask)
     for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
         bits = bits_of(inputs.response_mask[rows], rewards.dtype)
-        to_go = _sum_to_end(keep_bits(bits, rewards[rows]), None if last is None else last[rows])
+        to_go = _sum_to_end(rewards[rows], bits, None if last is None else last[rows])
         if inputs.kept is not inputs.response_mask:
             bits = bits_of(inputs.kept[rows], rewards.dtype)
         keep_bits(bits, to_go, out=returns[rows])
@@ -91,7 +91,7 @@ def discounted_returns(inputs: TokenInputs, gamma: float) -> Tensor:
         last = _last_token(inputs.response_mask)
         for rows in blocks(rewards.shape[0], rewards.shape[1], rewards.device):
             bits = bits_of(inputs.response_mask[rows], rewards.dtype)
-            to_go = _sum_to_end(keep_bits(bits, rewards[rows]), None if last is None else last[rows])
+            to_go = _sum_to_end(rewards[rows], bits, None if last is None else last[rows])
             keep_bits(bits, to_go, out=returns[rows])
         return returns
     packing = Packing.of(inputs.response_mask)
@@ -108,18 +108,16 @@ def _last_token(mask: Tensor) -> Tensor | None:
     return None if has_gaps(mask) else (row_tokens(mask) - 1).clamp(min=0)[:, None]
 
 
-def _sum_to_end(values: Tensor, last: Tensor | None) -> Tensor:
-    """Sum of each place and all that follow it along the last axis, torch accumulating in float64 on CPU.
+def _sum_to_end(values: Tensor, bits: Tensor, last: Tensor | None) -> Tensor:
+    """Sum of each valid place and all valid ones that follow it along the last axis, in float64 on CPU inside torch.
 
-    Shapes: values [b, T], 0 off the mask, overwritten; last [b, 1] from ``_last_token``. Returns [b, T]; or, where no
-    row has a value but on its last token, [b, 1], which is right on the mask: outcome rewards need no sum along a row.
+    Shapes: values and bits (``bits_of`` the mask) [b, T]; last [b, 1] from ``_last_token``. Returns a new [b, T]; or,
+    where no row holds a value but on its last token, [b, 1]: outcome rewards need no sum along a row. Right on the mask.
     """
     if last is not None and values.numel():
-        total = values.gather(-1, last)
-        values.scatter_(-1, last, 0.0)
+        others = values.scatter(-1, last, 0.0)
         # As integers, whose extremes are found six times as fast; -0.0 is none of them and takes the long way.
-        low, high = values.view(integer_like(values.dtype)).aminmax()
+        low, high = others.view(integer_like(values.dtype)).aminmax()
         if int(low) == int(high) == 0:
-            return total
-        values.scatter_(-1, last, total)
-    return values.flip(-1).cumsum_(-1).flip(-1)
+            return values.gather(-1, last)
+    return keep_bits(bits, values).flip(-1).cumsum_(-1).flip(-1)
