@@ -1,8 +1,8 @@
 """Selection of valid tokens and the numbers taken from them: the one place where a mask meets arithmetic.
 
-What stands off the mask is replaced by 0 before anything is computed; nothing is ever multiplied by a mask, since 0 *
-nan is nan. Selection is a bitwise AND with -1 or 0: exact for every value, and vectorised on CPU where ``torch.where``
-is not (four times as fast there).
+What stands off the mask is replaced by 0 before anything is computed; no number is ever multiplied by a mask, since 0 *
+nan is nan. Selection multiplies a value's bit pattern, read as an integer, by 1 or 0: exact for every value, and twice as
+fast on CPU as ``torch.where``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor] | None
 LOG_RATIO_BOUND = 20.0
 # Rows are taken in blocks of about this many tokens a thread on CPU: temporaries then stay in cache, where elementwise
 # operations run three times as fast as from memory. One block on an accelerator, where launches cost more than traffic.
-_BLOCK_TOKENS = 1 << 17
+_BLOCK_TOKENS = 1 << 18
 _EVEN_BYTES = 0x00FF00FF00FF00FF
 _ONE_PER_LANE = 0x0001000100010001
 
@@ -32,24 +32,24 @@ def widen(values: Tensor) -> Tensor:
 
 
 def bits_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as all ones or all zeros in integers as wide as ``dtype`` (float32 or float64).
+    """The mask as 1 or 0 in integers as wide as ``dtype`` (float32 or float64).
 
     Raises:
         DataError: the mask is not bool.
     """
     if mask.dtype != torch.bool:
         raise DataError(f"a response mask is bool, found {mask.dtype}", fix="compare with 0")
-    return mask.view(torch.int8).neg().to(integer_like(dtype))
+    return mask.view(torch.int8).to(integer_like(dtype))
 
 
 def keep_bits(bits: Tensor, values: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Values where bits are ones, 0 elsewhere whatever stood there; shapes broadcast, no gradient.
+    """Values where bits are 1, 0 elsewhere whatever stood there; shapes broadcast, no gradient.
 
     ``out`` may be ``values``.
     """
     if out is None:
-        return torch.bitwise_and(values.view(bits.dtype), bits).view(values.dtype)
-    torch.bitwise_and(values.view(bits.dtype), bits, out=out.view(bits.dtype))
+        return torch.mul(values.view(bits.dtype), bits).view(values.dtype)
+    torch.mul(values.view(bits.dtype), bits, out=out.view(bits.dtype))
     return out
 
 

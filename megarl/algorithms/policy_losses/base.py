@@ -125,6 +125,12 @@ class Block:
         """Log-ratio d = clamp(lp - old, -20, 20)."""
         return self.free_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
+    def sum_of_log_ratios(self) -> Tensor:
+        """Sum of d; the last thing read of a block, as it may take the free log-ratio's memory."""
+        if "log_ratio" in self.__dict__ or "free_log_ratio" in self.__dict__:
+            return self.log_ratio.sum()
+        return self.free_log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).sum()
+
     @cached_property
     def inside(self) -> Tensor:
         """1.0 where the clamp of d does not act, so that d follows lp; else 0.0."""
@@ -313,7 +319,7 @@ def _run(
                     if result is not there:
                         there.copy_(result)
             use(rows, block.loss)
-            for name, total in {**terms.sums, "ppo_kl": -block.log_ratio.sum()}.items():
+            for name, total in {**terms.sums, "ppo_kl": -block.sum_of_log_ratios()}.items():
                 sums.setdefault(name, []).append(total)
         totals = {name: torch.stack(parts).double().sum() for name, parts in sums.items()}
         values = to_floats({**totals, "tokens": num_tokens(inputs.response_mask)})
