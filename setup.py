@@ -82,7 +82,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["**/*.md", "py.typed", "**/*.yaml", "**/*.sh", "**/*.jinja"]},
+    package_data={"megarl": ["**/*.md", "py.typed", "**/*.yaml", "**/*.sh", "**/*.jinja", "**/*.c"]},
     cmdclass={"build_py": BuildWithPresets},
     install_requires=BASE,
     extras_require={

@@ -21,6 +21,7 @@ from megarl.errors import RolloutError
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sampling import Sampling
 from megarl.weights.region import Shape
+from megarl.weights.row_sums import Share
 from megarl.weights.sync import InFlight, RankConnection, RankLayout, ReceiverReport
 
 logger = logging.getLogger(__name__)
@@ -122,10 +123,10 @@ class RolloutWorker:
         await self._engine.connect(connections)
 
     async def receive(
-        self, version: int, timeout_s: float, digest: str, with_checksums: bool, in_flight: InFlight
+        self, version: int, timeout_s: float, digest: str, share: Share | None, in_flight: InFlight
     ) -> ReceiverReport:
         """Take what the senders send."""
-        return await self._engine.receive(version, timeout_s, digest, with_checksums, in_flight)
+        return await self._engine.receive(version, timeout_s, digest, share, in_flight)
 
     async def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """Log-probs of given tokens."""

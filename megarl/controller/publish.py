@@ -93,6 +93,7 @@ class WeightPublisher:
                 bucket_bytes=config.bucket_mib * MIB,
                 timeout_s=config.timeout_s,
                 verify=config.verify != "off",
+                checksum_every=config.checksum_every,
                 transport=config.transport,
                 in_flight=config.in_flight,
             ),

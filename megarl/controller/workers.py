@@ -25,6 +25,7 @@ from megarl.observability.logs import set_up_logging
 from megarl.observability.metrics import Metrics
 from megarl.parallel.grid import ParallelLayout
 from megarl.train.engine import PolicyUpdate, ValueUpdate
+from megarl.weights.row_sums import Share
 from megarl.weights.schedule import Program
 from megarl.weights.sender import Door, Membership, Offer, SenderReport, WeightSender
 
@@ -247,9 +248,9 @@ class TrainWorker:
         self._sender.connect(membership)
 
     @dispatch()
-    def send(self, version: int, timeout_s: float, digest: str, with_checksums: bool) -> SenderReport:
+    def send(self, version: int, timeout_s: float, digest: str, share: Share | None) -> SenderReport:
         """Send this rank's part."""
-        return self._sender.send(version, timeout_s, digest, with_checksums)
+        return self._sender.send(version, timeout_s, digest, share)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 from megarl.rollout.sampling import Sampling
 from megarl.weights.region import Shape
+from megarl.weights.row_sums import ALL, Share
 from megarl.weights.sync import InFlight, RankConnection, RankLayout, ReceiverReport
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -103,7 +104,7 @@ class RolloutEngine(Protocol):
         version: int,
         timeout_s: float,
         digest: str,
-        with_checksums: bool = True,
+        share: Share | None = ALL,
         in_flight: InFlight = "finish",
     ) -> ReceiverReport:
         """Take what the senders send; not yet in force. Raises SyncError and stays refusing.
@@ -112,7 +113,7 @@ class RolloutEngine(Protocol):
             version: of the weights.
             timeout_s: for all of it.
             digest: of the plan that senders go by.
-            with_checksums: whether the report has checksums.
+            share: of every box that checksums cover, the senders' own; None for no checksums.
             in_flight: samples under way ``finish`` before, ``abort``, or wait and ``continue`` under the new version.
         """
         ...

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megarl.platform.device import MemorySharing
-from megarl.weights.checksum import MODULUS, copy_with_checksum
+from megarl.weights.checksum import Sum, move, numbers
 from megarl.weights.region import Region
+from megarl.weights.row_sums import ALL, MODULUS, Share
 from megarl.weights.schedule import HOST, WIRE, Bucket, Item, Program
 from megarl.weights.sender import Membership, agree, backend_of, item_view
 from megarl.weights.transport.board import Board, TransportError
@@ -96,11 +97,16 @@ class Intake:
         most = max((bucket.num_bytes for bucket in self._remote), default=0)
         self._buffers = torch.empty(2, most, dtype=torch.uint8, device=device)
 
-    def run(self, target: Target, *, deadline: float, with_checksums: bool = True) -> dict[str, int]:
-        """Take all buckets, and return this receiver's share of each tensor's checksum.
+    def run(self, target: Target, *, deadline: float, share: Share | None = ALL) -> dict[str, int]:
+        """Take all buckets, and return this receiver's part of each tensor's checksum.
+
+        Args:
+            target: where values go.
+            deadline: of ``time.monotonic``.
+            share: of every box that checksums cover, the senders' own; None for no checksums.
 
         Raises:
-            TransportError: a sender failed, is gone, or was not done by ``deadline`` (of ``time.monotonic``).
+            TransportError: a sender failed, is gone, or was not done by ``deadline``.
         """
         totals: dict[str, int] = {}
         remote = iter(enumerate(self._remote))
@@ -116,16 +122,16 @@ class Intake:
                 transfer, buffer = ahead
                 self._network.wait(transfer, deadline=deadline)
                 ahead = self._start(remote)
-            sums = []
+            sums: list[Sum] = []
             for item in bucket.items:
                 self.tensor = item.region.tensor
-                sums.append(_unpack(item, buffer, target, with_checksums))
+                sums.append(_unpack(item, buffer, target, share))
             if bucket.kind == HOST:
                 self._inlets[bucket.source].release(bucket.number)
             for item in bucket.items:
                 target.written(item.region)
-            if with_checksums:
-                for item, value in zip(bucket.items, torch.stack(sums).tolist(), strict=True):
+            if share is not None:
+                for item, value in zip(bucket.items, numbers(sums), strict=True):
                     totals[item.region.tensor] = (totals.get(item.region.tensor, 0) + value) % MODULUS
         self.tensor = None
         return totals
@@ -154,8 +160,5 @@ class Intake:
 
 
 @torch.no_grad()
-def _unpack(item: Item, buffer: Tensor, target: Target, with_checksums: bool) -> Tensor:
-    place = target.place(item.region)
-    if with_checksums:
-        return copy_with_checksum(place, item_view(buffer, item), item.region.box)
-    return place.copy_(item_view(buffer, item))
+def _unpack(item: Item, buffer: Tensor, target: Target, share: Share | None) -> Sum:
+    return move(target.place(item.region), item_view(buffer, item), item.region.box, share)

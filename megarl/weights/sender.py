@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megarl.errors import SyncError
 from megarl.platform.device import MemorySharing
-from megarl.weights.checksum import MODULUS, copy_with_checksum
+from megarl.weights.checksum import Sum, move, numbers
 from megarl.weights.failure import sync_failure
 from megarl.weights.pieces import region_view
 from megarl.weights.region import Region
+from megarl.weights.row_sums import ALL, MODULUS, Share
 from megarl.weights.schedule import HOST, WIRE, Bucket, Item, Program
 from megarl.weights.transport.board import Address, Board, TransportError, machine
 from megarl.weights.transport.host import Outlet, Slots
@@ -190,8 +191,14 @@ class WeightSender:
             self._abort(str(failure))
             raise failure from error
 
-    def send(self, version: int, timeout_s: float, digest: str, with_checksums: bool = True) -> SenderReport:
+    def send(self, version: int, timeout_s: float, digest: str, share: Share | None = ALL) -> SenderReport:
         """Send all of this rank's buckets, packing one while the one before is under way.
+
+        Args:
+            version: of the weights.
+            timeout_s: for all of it.
+            digest: of the plan that receivers go by.
+            share: of every box that checksums cover; None for no checksums.
 
         Raises:
             SyncError: naming the tensor being packed, or what another end reported.
@@ -204,7 +211,7 @@ class WeightSender:
         checksums: dict[int, dict[str, int]] = {}
         self._tensor: str | None = None
         try:
-            self._send_buckets(session, deadline, checksums, with_checksums)
+            self._send_buckets(session, deadline, checksums, share)
         except TransportError as error:
             failure = self._failure("transfer", self._tensor, error.cause, from_peer=error.from_peer)
             self._abort(str(failure))
@@ -225,7 +232,7 @@ class WeightSender:
                 session.outlet.close()
 
     def _send_buckets(
-        self, session: _Session, deadline: float, checksums: dict[int, dict[str, int]], with_checksums: bool
+        self, session: _Session, deadline: float, checksums: dict[int, dict[str, int]], share: Share | None
     ) -> None:
         parameters = self._parameters()
         if session.outlet is not None:
@@ -235,10 +242,10 @@ class WeightSender:
             if len(under_way) == 2:
                 self._settle(session, *under_way.pop(0), deadline)
             buffer = session.buffers[bucket.slot][: bucket.num_bytes]
-            sums: list[Tensor] = []
+            sums: list[Sum] = []
             for item in bucket.items:
                 self._tensor = item.region.tensor
-                sums.append(self._pack(item, parameters, buffer, with_checksums))
+                sums.append(self._pack(item, parameters, buffer, share))
             if bucket.kind == HOST:
                 assert session.outlet is not None
                 session.outlet.publish(bucket.number, bucket.destinations)
@@ -247,7 +254,7 @@ class WeightSender:
                 assert session.network is not None
                 peer = session.network_ranks[bucket.destinations[0]]
                 under_way.append((bucket, session.network.send(buffer, peer, bucket.number)))
-            if with_checksums:
+            if share is not None:
                 _add_up(checksums, bucket, sums)
         for bucket, transfer in under_way:
             self._tensor = bucket.items[0].region.tensor
@@ -263,13 +270,10 @@ class WeightSender:
             session.network.wait(transfer, deadline=deadline)
 
     @torch.no_grad()
-    def _pack(self, item: Item, parameters: Mapping[str, Tensor], buffer: Tensor, with_checksums: bool) -> Tensor:
+    def _pack(self, item: Item, parameters: Mapping[str, Tensor], buffer: Tensor, share: Share | None) -> Sum:
         """Copy an item into its place in the bucket, converting the dtype; returns the checksum of that place."""
-        place = item_view(buffer, item)
         view = region_view(item.region, parameters[item.region.local_name])
-        if with_checksums:
-            return copy_with_checksum(place, view, item.region.box)
-        return place.copy_(view)
+        return move(item_view(buffer, item), view, item.region.box, share)
 
     def _abort(self, reason: str) -> None:
         if self._session is not None and self._session.board is not None:
@@ -303,9 +307,9 @@ def backend_of(device: torch.device) -> Backend:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _add_up(checksums: dict[int, dict[str, int]], bucket: Bucket, sums: Sequence[Tensor]) -> None:
-    """Add a bucket's checksums to the totals of all who read them; one transfer from the device for all."""
-    for item, value in zip(bucket.items, torch.stack(list(sums)).tolist(), strict=True):
+def _add_up(checksums: dict[int, dict[str, int]], bucket: Bucket, sums: Sequence[Sum]) -> None:
+    """Add a bucket's checksums to the totals of all who read them."""
+    for item, value in zip(bucket.items, numbers(sums), strict=True):
         for reader in item.readers:
             totals = checksums.setdefault(reader, {})
             totals[item.region.tensor] = (totals.get(item.region.tensor, 0) + value) % MODULUS

@@ -31,6 +31,7 @@ from megarl.weights.checksum import add
 from megarl.weights.failure import sync_failure
 from megarl.weights.plan import plan
 from megarl.weights.region import Region
+from megarl.weights.row_sums import ALL, Share
 from megarl.weights.schedule import HOST, WIRE, LinkKind, Program, Schedule, schedule
 from megarl.weights.sender import Door, Membership, Offer, SenderReport
 
@@ -140,6 +141,8 @@ class SyncOptions:
         bucket_bytes: most bytes of a bucket, less between host memories; an end holds two.
         timeout_s: of one update.
         verify: compare checksums before the commit.
+        checksum_every: of so many groups of 16 rows checksums cover one, another in each update; 1 covers all. The
+            first update of a session covers all.
         transport: ``auto`` shares memory inside a machine and uses the network else; the others allow one way only.
         in_flight: what becomes of samples under way when an update begins.
     """
@@ -147,6 +150,7 @@ class SyncOptions:
     bucket_bytes: int
     timeout_s: float
     verify: bool = True
+    checksum_every: int = 16
     transport: Transport = "auto"
     in_flight: InFlight = "finish"
 
@@ -184,6 +188,7 @@ class SyncSession:
         """Made in the first update."""
         self._on_device: set[int] = set()
         self._is_connected = False
+        self._has_committed = False
 
     def publish(self, version: int, check: Callable[[], None] | None = None) -> SyncReport:
         """Bring the actor's weights into every engine under ``version``; returns after every engine committed.
@@ -205,8 +210,9 @@ class SyncSession:
             if check is not None:
                 check()
             self._all(self._receivers, "commit", (version,))
+            self._has_committed = True
         except MegarlError as error:
-            self._is_connected = False
+            self._is_connected = self._has_committed = False
             self._poison(f"update to version {version} failed: {error.problem}")
             raise
         return SyncReport(
@@ -337,9 +343,11 @@ class SyncSession:
 
     def _transfer(self, version: int, chosen: Schedule) -> tuple[list[SenderReport], list[ReceiverReport]]:
         options, digest = self.options, chosen.plan.digest
-        sending = (version, options.timeout_s, digest, options.verify)
+        # Whatever is always wrong shows in an update that is summed whole; what comes and goes, by and by.
+        share = Share(options.checksum_every, version) if self._has_committed else ALL
+        sending = (version, options.timeout_s, digest, share if options.verify else None)
         calls = [Call(self._senders[rank], "send", sending) for rank in sorted(chosen.senders)]
-        receiving = (version, options.timeout_s, digest, options.verify, options.in_flight)
+        receiving = (*sending, options.in_flight)
         calls += [Call(receiver, "receive", receiving) for receiver in self._receivers]
         reports = self._invoke(calls, options.timeout_s)
         return reports[: len(chosen.senders)], reports[len(chosen.senders) :]

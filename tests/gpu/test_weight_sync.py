@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from megarl.platform.device import memory_sharing
-from megarl.weights.checksum import checksum, copy_with_checksum
+from megarl.weights.checksum import checksum, move, numbers
 from megarl.weights.pieces import region_view
 from megarl.weights.region import Region, whole
+from megarl.weights.row_sums import ALL, Share
 from megarl.weights.sender import WeightSender
 from megarl.weights.sync import DIRECT, Call, RankConnection, RankLayout, ReceiverReport, SyncOptions, SyncSession
 from megarl.weights.transport.board import machine
@@ -58,8 +59,10 @@ class Receiver:
             told.program, told.rank, "engine", told.membership, told.sockets, device=self.device, sharing=self.sharing
         )
 
-    def receive(self, version: int, timeout_s: float, digest: str, sums: bool, in_flight: str) -> ReceiverReport:
-        found = self.intake.run(self, deadline=time.monotonic() + timeout_s, with_checksums=sums)
+    def receive(
+        self, version: int, timeout_s: float, digest: str, share: Share | None, in_flight: str
+    ) -> ReceiverReport:
+        found = self.intake.run(self, deadline=time.monotonic() + timeout_s, share=share)
         return ReceiverReport(0, (found,), 0.0)
 
     def place(self, region: Region) -> Tensor:
@@ -130,5 +133,6 @@ def test_a_checksum_does_not_depend_on_the_device():
     for tensor in draw(1).values():
         box = whole(tuple(tensor.shape))
         place = torch.empty_like(tensor, device="cuda", dtype=torch.bfloat16)
-        found = copy_with_checksum(place, tensor.cuda(), box)
-        assert int(found) % (1 << 64) == checksum(tensor.to(torch.bfloat16), box)
+        for share in (ALL, Share(3, 1)):
+            (found,) = numbers([move(place, tensor.cuda(), box, share)])
+            assert found == checksum(tensor.to(torch.bfloat16), box, share)

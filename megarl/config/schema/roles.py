@@ -104,6 +104,9 @@ class SyncConfig(StrictModel):
     verify: Literal["checksum", "values", "off"] = "checksum"
     """What is compared before an update is committed: checksums of what was sent and of what every engine rank holds;
     with values also log-probs of fixed tokens, as the engines and as the trainer compute them."""
+    checksum_every: int = Field(16, ge=1)
+    """Of so many groups of 16 rows of whatever travels, checksums cover one, and another in each update. The first
+    update and the one after a failure cover all; 1 always covers all, which on CPU makes updates longer."""
     transport: Literal["auto", "network", "host"] = "auto"
     """auto shares memory between trainer and engine ranks of one machine and uses gloo or NCCL else; network always
     uses those; host refuses anything but shared memory."""

@@ -37,6 +37,7 @@ from megarl.rollout.vllm.liveness import Liveness
 from megarl.rollout.vllm.weights import connect_info
 from megarl.weights.failure import sync_failure
 from megarl.weights.region import Shape
+from megarl.weights.row_sums import ALL, Share
 from megarl.weights.schedule import region_of
 from megarl.weights.sync import InFlight, RankConnection, RankLayout, ReceiverReport
 
@@ -208,7 +209,7 @@ class VllmEngine:
         version: int,
         timeout_s: float,
         digest: str,
-        with_checksums: bool = True,
+        share: Share | None = ALL,
         in_flight: InFlight = "finish",
     ) -> ReceiverReport:
         """See ``RolloutEngine``."""
@@ -216,7 +217,7 @@ class VllmEngine:
         self._state, self._received = "updating", None
         self._reason = f"it is between weight versions {self.weight_version} and {version}"
         await self._stop_sampling(in_flight, started + timeout_s)
-        info = {"digest": digest, "timeout_s": timeout_s, "with_checksums": with_checksums}
+        info = {"digest": digest, "timeout_s": timeout_s, "share": None if share is None else list(share)}
         outcomes = await self._ranks("megarl_receive", (info, self.name), timeout_s, "transfer")
         self._received = version
         checksums = tuple({name: int(v) for name, v in outcome["checksums"].items()} for outcome in outcomes)

@@ -32,6 +32,7 @@ from megarl.rollout.vllm.target import DirectTarget, LoaderTarget
 from megarl.rollout.vllm.trace import Trace, UntraceableError, trace
 from megarl.weights.intake import Intake
 from megarl.weights.region import Region, Shape, contiguous_strides, whole
+from megarl.weights.row_sums import Share
 from megarl.weights.schedule import Program
 from megarl.weights.sender import Membership
 from megarl.weights.sync import DIRECT, RankConnection, RankLayout
@@ -52,11 +53,11 @@ class ConnectInfo(WeightTransferInitInfo):
 
 @dataclass
 class ReceiveInfo(WeightTransferUpdateInfo):
-    """One update. ``digest`` is that of the plan the senders use."""
+    """One update. ``digest`` is that of the plan the senders use, ``share`` that of their checksums."""
 
     digest: str = ""
     timeout_s: float = 0.0
-    with_checksums: bool = True
+    share: list[int] | None = None
 
 
 def connect_info(connections: Sequence[RankConnection], who: str) -> dict[str, Any]:
@@ -159,7 +160,8 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
         if intake is None or target is None or intake.program.plan_digest != update_info.digest:
             raise RuntimeError("the senders go by another plan than this rank connected with")
         deadline = time.monotonic() + update_info.timeout_s
-        self.checksums = intake.run(target, deadline=deadline, with_checksums=update_info.with_checksums)
+        share = None if update_info.share is None else Share(*update_info.share)
+        self.checksums = intake.run(target, deadline=deadline, share=share)
 
     def finish_weight_update(self) -> None:
         """Bring everything into the form that the model computes with."""

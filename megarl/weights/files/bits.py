@@ -9,25 +9,33 @@ Invariants:
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, TypeAlias
+from itertools import product
+from typing import Any
 
 import numpy as np
 
 from megarl.errors import CheckpointError
 from megarl.weights.files.arrays import Bits, bits_of
 from megarl.weights.region import Box
+from megarl.weights.row_sums import (
+    GROUP,
+    MODULUS,
+    OUTER,
+    ROW_SEED,
+    WORD_BYTES,
+    WORD_SEED,
+    Rows,
+    Words,
+    is_compiled,
+    odd_keys,
+    sum_rows,
+)
 
-_MODULUS = 1 << 64
-_ROW_SEED, _WORD_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344
-_WORD_BYTES = 8
-_GROUP = 16
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 CONVERTIBLE = (*_FLOATS, "BF16")
 """Floating dtypes that convert into each other."""
 FP8_BLOCK = 128
 """Rows and columns that share a scale in block-quantised fp8 checkpoints."""
-
-Words: TypeAlias = np.ndarray[Any, Any]
 
 
 def checksum_bits(piece: Bits, box: Box) -> int:
@@ -40,26 +48,38 @@ def checksum_bits(piece: Bits, box: Box) -> int:
     if piece.size == 0:
         return 0
     start, stop = box[-1] if box else (0, 1)
-    lanes = _WORD_BYTES // piece.itemsize
-    first = start // lanes
-    width = -(-stop // lanes) - first
     flat = piece.reshape(-1, stop - start)
-    lead = start % lanes
-    if lead or stop % lanes or not flat.flags.c_contiguous or flat.ctypes.data % _WORD_BYTES:
+    if is_compiled():
+        return _compiled_checksum(np.ascontiguousarray(flat), box, start * piece.itemsize)
+    lanes = WORD_BYTES // piece.itemsize
+    first, lead = divmod(start, lanes)
+    width = -(-stop // lanes) - first
+    if lead or stop % lanes or not flat.flags.c_contiguous or flat.ctypes.data % WORD_BYTES:
         padded = np.zeros((len(flat), width * lanes), piece.dtype)
         padded[:, lead : lead + flat.shape[1]] = flat
         flat = padded
     words = flat.view(np.uint64)
     # A row's factors begin a word earlier than those of the row before, 16 rows in turn (weights/checksum.py).
-    keys = _range_keys(first + 1, first + width + _GROUP, _WORD_SEED)
+    keys = _range_keys(first + 1, first + width + GROUP)
     rows = np.arange(*(box[-2] if len(box) > 1 else (0, 1)))
-    turns = np.tile(rows % _GROUP, len(flat) // len(rows))
+    turns = np.tile(rows % GROUP, len(flat) // len(rows))
     per_row = np.empty(len(flat), np.uint64)
-    for turn in range(_GROUP):
-        chosen = slice((turn - int(rows[0])) % _GROUP, None, _GROUP) if len(box) == 2 else turns == turn
-        shift = _GROUP - 1 - turn
+    for turn in range(GROUP):
+        chosen = slice((turn - int(rows[0])) % GROUP, None, GROUP) if len(box) == 2 else turns == turn
+        shift = GROUP - 1 - turn
         per_row[chosen] = np.einsum("rw,w->r", words[chosen], keys[shift : shift + width])
     return int(np.dot(per_row, _row_keys(box[:-1])))
+
+
+def _compiled_checksum(flat: Bits, box: Box, first_byte: int) -> int:
+    """The same of contiguous rows, matrix by matrix."""
+    first, last = box[-2] if len(box) > 1 else (0, 1)
+    count, row_bytes = last - first, flat.shape[1] * flat.itemsize
+    address, total = flat.ctypes.data, 0
+    for index, outer in enumerate(product(*(range(*bounds) for bounds in box[:-2]))):
+        rows = Rows(address + index * count * row_bytes, row_bytes, count, row_bytes)
+        total += sum_rows(rows, first, first_byte, outer)
+    return total % MODULUS
 
 
 def converter(source: str, target: str) -> Any:
@@ -130,21 +150,11 @@ def _row_keys(bounds: Box) -> Words:
     for dim, (start, stop) in enumerate(bounds):
         along = np.arange(start, stop, dtype=np.uint64)
         if dim == len(bounds) - 1:
-            along //= np.uint64(_GROUP)
-        index = (index[:, None] * np.uint64(0x100000001) + along).reshape(-1)
-    return _keys(index, _ROW_SEED)
+            along //= np.uint64(GROUP)
+        index = (index[:, None] * np.uint64(OUTER) + along).reshape(-1)
+    return odd_keys(index, ROW_SEED)
 
 
 @lru_cache(maxsize=64)
-def _range_keys(start: int, stop: int, seed: int) -> Words:
-    return _keys(np.arange(start, stop, dtype=np.uint64), seed)
-
-
-def _keys(index: Words, seed: int) -> Words:
-    """Odd pseudo-random number of each index (splitmix64)."""
-    with np.errstate(over="ignore"):
-        x = index * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    return x | np.uint64(1)
+def _range_keys(start: int, stop: int) -> Words:
+    return odd_keys(np.arange(start, stop, dtype=np.uint64), WORD_SEED)

@@ -15,6 +15,7 @@ from megarl.weights.failure import sync_failure
 from megarl.weights.intake import Intake
 from megarl.weights.pieces import region_view
 from megarl.weights.region import Region, Shape, contiguous_strides
+from megarl.weights.row_sums import Share
 from megarl.weights.sender import Membership, WeightSender
 from megarl.weights.sync import DIRECT, Call, RankConnection, RankLayout, ReceiverReport
 from megarl.weights.transport.board import TransportError, machine
@@ -127,7 +128,7 @@ class Engine:
             raise SyncError(error.cause) from error
 
     def receive(
-        self, version: int, timeout_s: float, digest: str, with_checksums: bool, in_flight: str
+        self, version: int, timeout_s: float, digest: str, share: Share | None, in_flight: str
     ) -> ReceiverReport:
         self.poisoned = "in update"
         self.ranks[-1].fault = self.fault
@@ -137,7 +138,7 @@ class Engine:
             assert intake is not None and intake.program.plan_digest == digest
             rank.num_written = 0
             try:
-                sums = intake.run(rank, deadline=time.monotonic() + timeout_s, with_checksums=with_checksums)
+                sums = intake.run(rank, deadline=time.monotonic() + timeout_s, share=share)
             except (RuntimeError, TransportError) as error:
                 who = f"rollout replica {self.replica} rank {self.ranks.index(rank)}"
                 cause = error.cause if isinstance(error, TransportError) else str(error)

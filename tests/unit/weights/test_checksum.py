@@ -5,8 +5,21 @@ import itertools
 import pytest
 import torch
 
-from megarl.weights.checksum import MODULUS, checksum, checksum_tensor, copy_with_checksum
+from megarl.weights import checksum as module
+from megarl.weights.checksum import checksum, checksum_sum, move, numbers
 from megarl.weights.region import whole
+from megarl.weights.row_sums import ALL, MODULUS, Share, is_compiled
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def way(request, monkeypatch):
+    """Sums in compiled code, and as torch makes them where there is no compiler or on a device."""
+    if request.param == "torch":
+        monkeypatch.setattr(module, "is_compiled", lambda: False)
+    elif not is_compiled():
+        pytest.skip("no C compiler")
+    return request.param
+
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8]
 
@@ -123,7 +136,7 @@ def test_any_single_flipped_bit_changes_it(dtype):
 
 def test_the_scalar_form_is_the_same_number():
     tensor = random_tensor(4, 4)
-    assert int(checksum_tensor(tensor, whole((4, 4)))) % MODULUS == of(tensor)
+    assert numbers([checksum_sum(tensor, whole((4, 4))), 3]) == [of(tensor), 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -141,6 +154,61 @@ def test_a_copy_gives_the_checksum_of_what_it_wrote(dtype, shape, box):
         torch.empty(source.shape, dtype=dtype),
         torch.empty(shape, dtype=dtype)[tuple(slice(*b) for b in box)],
     ):
-        found = int(copy_with_checksum(place, source, box)) % MODULUS
+        for share in (ALL, Share(16, 5)):
+            place.zero_()
+            found = numbers([move(place, source, box, share)])[0]
+            assert torch.equal(place, source.to(dtype))
+            assert found == checksum(source.to(dtype), box, share)
+        place.zero_()
+        assert move(place, source, box, None) == 0
         assert torch.equal(place, source.to(dtype))
-        assert found == checksum(source.to(dtype), box)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(0, 96), (5, 90), (3, 4), (16, 32), (30, 35)])
+@pytest.mark.parametrize("every", [1, 3, 16])
+def test_a_share_is_the_sum_over_its_groups_alone(dtype, rows, every):
+    tensor = random_tensor(96, 41, dtype=dtype)[slice(*rows)]
+    box = (rows, (3, 44))
+    groups = range(rows[0] // 16, -(-rows[1] // 16))
+    turns = min(every, len(groups))
+    found = []
+    for turn in range(turns):
+        only = torch.zeros_like(tensor)
+        for group in groups[turn::turns]:
+            mine = slice(max(0, 16 * group - rows[0]), 16 * (group + 1) - rows[0])
+            only[mine] = tensor[mine]
+        found.append(checksum(tensor, box, Share(every, turn + 7 * turns)))
+        assert found[-1] == checksum(only, box)
+    assert sum(found) % MODULUS == checksum(tensor, box)
+
+
+def test_a_share_sees_what_is_stale_in_every_box_of_enough_groups():
+    tensor = random_tensor(400, 24)
+    stale = random_tensor(400, 24, seed=1)
+    for turn in range(16):
+        assert checksum(tensor, whole((400, 24)), Share(16, turn)) != checksum(stale, whole((400, 24)), Share(16, turn))
+    changed = tensor.clone()
+    changed[250, 3] += 1
+    seen = [
+        t
+        for t in range(16)
+        if checksum(tensor, whole((400, 24)), Share(16, t)) != checksum(changed, whole((400, 24)), Share(16, t))
+    ]
+    assert seen == [250 // 16 % 16]
+
+
+def test_the_two_ways_agree(monkeypatch):
+    if not is_compiled():
+        pytest.skip("no C compiler")
+    for shape, box in (
+        ((300, 77), ((40, 333), (5, 80))),
+        ((3, 50, 16), ((2, 5), (7, 50), (0, 16))),
+        ((19,), ((2, 19),)),
+    ):
+        tensor = random_tensor(*shape, dtype=torch.bfloat16)[tuple(slice(stop - start) for start, stop in box)]
+        found = []
+        for compiled in (True, False):
+            monkeypatch.setattr(module, "is_compiled", lambda compiled=compiled: compiled)
+            found.append([checksum(tensor, box, share) for share in (ALL, Share(2, 1), Share(16, 3))])
+        assert found[0] == found[1]

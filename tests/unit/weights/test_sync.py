@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megarl.errors import SyncError
+from megarl.weights import checksum, sender
+from megarl.weights.row_sums import ALL, Share
 from megarl.weights.schedule import HOST, WIRE
 from megarl.weights.sync import SyncOptions, SyncSession
 from tests.unit.weights.sync_ends import HOST_NAME, Engine, Trainer, invoke
@@ -49,7 +51,9 @@ class Run:
             invoke,
             hosts=[HOST_NAME] * 3,
             ranks_per_receiver=2,
-            options=SyncOptions(bucket_bytes, timeout_s, verify, "auto" if transport == "mixed" else transport),
+            options=SyncOptions(
+                bucket_bytes, timeout_s, verify, transport="auto" if transport == "mixed" else transport
+            ),
         )
 
     def close(self) -> None:
@@ -130,6 +134,42 @@ def test_updates_without_checksums_bring_the_same_values(make):
     run = make(verify=False)
     run.session.publish(0)
     run.check(0)
+
+
+def test_checksums_cover_all_of_the_first_update_and_of_one_after_a_failure(make, monkeypatch):
+    run, shares = make(), []
+    monkeypatch.setattr(sender, "move", lambda *args: (shares.append(args[-1]), checksum.move(*args))[1])
+    for version in (1, 2, 3):
+        run.session.publish(version)
+        assert set(shares) == {ALL if version == 1 else Share(16, version)}
+        shares.clear()
+    run.engines[0].fault = "commit"
+    with pytest.raises(SyncError, match="caches"):
+        run.session.publish(4)
+    run.engines[0].fault = ""
+    shares.clear()
+    run.session.publish(5)
+    run.check(5)
+    assert set(shares) == {ALL}
+
+
+def test_a_buffer_that_changes_after_it_was_summed_is_seen_in_every_update(make, monkeypatch):
+    run = make(bucket_bytes=1 << 20)
+    for version in range(1, 4):
+        run.update(version)
+        run.session.publish(version)
+
+    def late(place: torch.Tensor, *args: object) -> object:
+        total = checksum.move(place, *args)
+        place += 1
+        return total
+
+    monkeypatch.setattr(sender, "move", late)
+    for version in range(18, 20):
+        run.session._has_committed = True
+        with pytest.raises(SyncError, match=f"checksums of version {version} differ"):
+            run.session.publish(version)
+        assert all(engine.poisoned for engine in run.engines)
 
 
 def test_memory_that_is_asked_for_and_not_shared_is_refused(make):
