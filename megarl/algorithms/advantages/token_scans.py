@@ -112,7 +112,8 @@ def _sum_to_end(values: Tensor, bits: Tensor, last: Tensor | None) -> Tensor:
     """Sum of each valid place and all valid ones that follow it along the last axis, in float64 on CPU inside torch.
 
     Shapes: values and bits (``bits_of`` the mask) [b, T]; last [b, 1] from ``_last_token``. Returns a new [b, T]; or,
-    where no row holds a value but on its last token, [b, 1]: outcome rewards need no sum along a row. Right on the mask.
+    where no row holds a value but on its last token, [b, 1]: outcome rewards need no sum along a row. Right on the
+    mask.
     """
     if last is not None and values.numel():
         others = values.scatter(-1, last, 0.0)
