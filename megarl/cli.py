@@ -9,7 +9,7 @@
     megarl presets
     megarl explain [KEY]
 
-Exit codes: 0 done, 2 bad command line or configuration, 3-12 the class of the error (megarl/errors.py), 130
+Exit codes: 0 done, 2 bad command line or configuration, 3-14 and 75 the class of the error (megarl/errors.py), 130
 interrupted (SIGINT), 143 terminated (SIGTERM), 1 anything unforeseen. Commands that need torch import it when they run:
 the others work without it.
 """
@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING
 
 import megarl
 from megarl.errors import ConfigError, MegarlError, SetupError
-from megarl.platform import signals
+from megarl.observability.ending import ENDING_VARIABLE, UNFORESEEN, ending_of, write_ending
+from megarl.platform import env, signals
 
 if TYPE_CHECKING:
     from megarl.config.schema import SftConfig, TrainConfig
 
 logger = logging.getLogger(__name__)
 
-INTERRUPTED = 130
 PLAN_FORMS = ("layout", "sync")
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
@@ -58,15 +58,15 @@ def _run(options: argparse.Namespace) -> int:
     run_dir: list[str] = []
     try:
         return int(options.command(options, run_dir))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("megarl: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except signals.Terminated as ending:
-        print(f"megarl: terminated by {ending.signal.name}", file=sys.stderr)
-        return int(str(ending.code))
+        return _told(error, signals.INTERRUPTED)
+    except signals.Terminated as error:
+        print(f"megarl: terminated by {error.signal.name}", file=sys.stderr)
+        return _told(error, int(str(error.code)))
     except MegarlError as error:
         print(f"megarl: {type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
+        return _told(error, error.exit_code)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; Python would complain while closing stdout
         return 0
@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
             fix="free space there; the same command goes on from the last checkpoint",
         )
         print(f"megarl: SetupError: {full}", file=sys.stderr)
-        return full.exit_code
+        return _told(full, full.exit_code)
     except Exception as error:  # the process entry point: the last line must name the cause
         return _unforeseen(error, run_dir)
 
@@ -185,7 +185,6 @@ def _sft(options: argparse.Namespace, run_dir: list[str]) -> int:
 def _doctor(options: argparse.Namespace, run_dir: list[str]) -> int:
     from megarl.planning.doctor import Surroundings, diagnose
     from megarl.planning.placement import nodes_of_slurm
-    from megarl.platform import env
 
     slurm = env.with_prefix("SLURM_")
     around = Surroundings(
@@ -353,7 +352,18 @@ def _unforeseen(error: Exception, run_dir: Sequence[str]) -> int:
         print(text, file=sys.stderr, end="")
     cause = (str(error).splitlines() or [""])[0]
     print(f"megarl: {type(error).__name__}: {cause} (unforeseen; traceback: {kept})", file=sys.stderr)
-    return 1
+    return _told(error, UNFORESEEN)
+
+
+def _told(error: BaseException, code: int) -> int:
+    """Tell a launcher that asked for it, by MEGARL_ENDING, how the command ended; returns the exit code."""
+    path = env.path(ENDING_VARIABLE)
+    if path is not None:
+        try:
+            write_ending(path, ending_of(error, code))
+        except OSError as unwritable:
+            logger.warning("cannot write %s: %s", path, unwritable)
+    return code
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@
     ├── RolloutError                9   generation
     ├── RewardError                10   scoring
     ├── TrainError                 11   forward, backward or optimizer step
-    └── WorkerError                12   a worker process died, hung or raised something unforeseen
+    ├── WorkerError                12   a worker process died or raised something unforeseen
+    │   ├── NodeError              13   a node of the job was lost
+    │   └── HangError              14   a call did not end within its time
+    └── StoppedError               75   the run was told to stop; the same command goes on where it stopped
 
 Invariants:
 1. Every class survives pickling with all its fields: a Ray error must not hide ours.
@@ -137,20 +140,47 @@ class TrainError(MegarlError):
 
 
 class WorkerError(MegarlError):
-    """A worker process died, hung, or raised something unforeseen.
+    """A worker process died or raised something unforeseen.
 
     Args:
         role: actor, critic, reference, rollout or reward.
         rank: rank inside the role.
         phase: phase of the step it happened in.
         cause: the root cause in one line.
+        fix: what the user can do about it.
+        node: the node it ran on, where there are several.
     """
 
     exit_code = 12
 
-    def __init__(self, *, role: str, rank: int | None, phase: str, cause: str, fix: str | None = None) -> None:
-        super().__init__(f"{role} rank {rank if rank is not None else '?'} failed in phase {phase}: {cause}", fix=fix)
+    def __init__(
+        self, *, role: str, rank: int | None, phase: str, cause: str, fix: str | None = None, node: str | None = None
+    ) -> None:
+        who = f"{role} rank {rank if rank is not None else '?'}{f' on {node}' if node else ''}"
+        super().__init__(f"{who} failed in phase {phase}: {cause}", fix=fix)
         self.role = role
         self.rank = rank
         self.phase = phase
         self.cause = cause
+        self.node = node
+
+
+class NodeError(WorkerError):
+    """A process ended because its node was lost; the run itself may be sound."""
+
+    exit_code = 13
+
+
+class HangError(WorkerError):
+    """A call on a process did not end within its time."""
+
+    exit_code = 14
+
+
+class StoppedError(MegarlError):
+    """The run was told to stop (SIGUSR1) and has stopped; the same command goes on where it stopped.
+
+    The code is EX_TEMPFAIL of sysexits.h: try again.
+    """
+
+    exit_code = 75

@@ -25,14 +25,17 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.data.balance import balance, inverse
 from megarl.data.batch import Batch, Ragged
-from megarl.errors import MegarlError, WorkerError
+from megarl.errors import HangError, MegarlError, NodeError, WorkerError
 from megarl.observability.metrics import merge
-from megarl.observability.trace import current_phase
+from megarl.observability.trace import current_phase, forget_phase
 from megarl.parallel.grid import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# From Ray's account of the death of an actor.
+NODE_DIED = "node has died"
 
 
 class Split(Enum):
@@ -88,6 +91,7 @@ class Member:
     rank: int
     handle: Any
     sentinel: Any  # ref of a call that ends only when the process does
+    node: str | None = None  # where it runs, in a run on several nodes
 
 
 class Watch:
@@ -96,9 +100,13 @@ class Watch:
     # How long after a failure a death may be reported that caused it: a dead process makes its peers' collectives fail
     # some hundred milliseconds before Ray reports the death.
     grace_s = 3.0
+    # How often observers are called during a wait.
+    tick_s = 1.0
 
     def __init__(self) -> None:
         self.members: list[Member] = []
+        self.observers: list[Callable[[Mapping[Any, Member]], None]] = []
+        """Called with the calls that are waited for, at the start of a wait and while it lasts; may raise to end it."""
         self.waited_s = 0.0
         """Seconds spent waiting for workers since the start."""
 
@@ -111,13 +119,19 @@ class Watch:
         Raises:
             MegarlError: what a worker raised on purpose.
             WorkerError: a process died or raised something unforeseen, or the time-out passed.
+            Exception: what an observer raised.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pending = dict(calls)
         results: dict[Any, Any] = {}
         sentinels = {member.sentinel: member for member in self.members}
         while pending:
+            for observe in self.observers:
+                observe(pending)
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            is_tick = bool(self.observers) and (wait_s is None or wait_s > self.tick_s)
+            if is_tick:
+                wait_s = self.tick_s
             started = time.monotonic()
             refs = [*pending, *sentinels]
             ready, _ = ray.wait(refs, num_returns=1, timeout=wait_s)
@@ -125,12 +139,15 @@ class Watch:
             if ready:
                 # A look at hundreds of refs costs milliseconds: one for all that have come since, not one for each.
                 ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            elif is_tick:
+                continue
             else:
                 late = sorted({f"{calls[ref].role} rank {calls[ref].rank}" for ref in pending})
                 first = next(iter(pending.values()))
-                raise WorkerError(
+                raise HangError(
                     role=first.role,
                     rank=first.rank,
+                    node=first.node,
                     phase=current_phase(),
                     cause=f"no answer within {timeout_s:.0f} s from {', '.join(late)}",
                     fix="look into the logs of these ranks; raise the time-out if the phase is only slow",
@@ -173,11 +190,14 @@ class Watch:
 
 
 def _died(member: Member, error: RayError) -> WorkerError:
-    return WorkerError(
+    account = str(error)
+    kind = NodeError if NODE_DIED in account else WorkerError
+    return kind(
         role=member.role,
         rank=member.rank,
+        node=member.node,
         phase=current_phase(),
-        cause=_death_reason(str(error)),
+        cause=_death_reason(account),
         fix=f"see logs/{member.role}-{member.rank}.out in the run directory; a process that was killed often met the "
         "end of the host's memory",
     )
@@ -188,6 +208,7 @@ def _raised(member: Member, cause: BaseException) -> WorkerError:
     return WorkerError(
         role=member.role,
         rank=member.rank,
+        node=member.node,
         phase=current_phase(),
         cause=f"{type(cause).__name__}: {text[0] if text else 'no message'}",
         fix=f"the traceback is in logs/{member.role}-{member.rank}.log in the run directory",
@@ -205,7 +226,7 @@ def _death_reason(account: str) -> str:
         return f"the process did not start: {lines[-1]}"
     process = re.search(r"\bpid: (\d+)", account)
     who = f"process {process[1]}" if process else "the process"
-    if "node has died" in account:
+    if NODE_DIED in account:
         return f"{who} died with its node"
     exit_type = re.search(r"Worker exit type: (\w+)", account)
     if exit_type is None or exit_type[1] == "SYSTEM_ERROR":
@@ -216,7 +237,10 @@ def _death_reason(account: str) -> str:
 def unwrap(error: BaseException) -> BaseException:
     """The exception a remote call raised, without Ray's wrapping."""
     if isinstance(error, RayTaskError):
-        return error.cause if isinstance(error.cause, BaseException) else error
+        if not isinstance(error.cause, BaseException):
+            return error
+        forget_phase(error.cause)
+        return error.cause
     return error
 
 

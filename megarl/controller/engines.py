@@ -140,6 +140,10 @@ class RolloutWorker:
         """Refuse to sample until the next commit."""
         await self._engine.poison(reason)
 
+    async def abort(self) -> None:
+        """End the samples under way."""
+        await self._engine.abort()
+
     async def sleep(self) -> None:
         """Give device memory back."""
         await self._engine.sleep()

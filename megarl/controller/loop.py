@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megarl.config.origin import Loaded
 from megarl.config.schema import TrainConfig
@@ -18,6 +19,7 @@ from megarl.controller.scoring import RewardRole
 from megarl.controller.session import Session, check_weights, measured_memory, open_session
 from megarl.controller.state import RunState
 from megarl.controller.step import StepResult, policy_step
+from megarl.controller.stopping import AbandonedError
 from megarl.controller.validation import validate
 from megarl.controller.workers import TrainPlan
 from megarl.data.prompts import Prompt, PromptSource
@@ -26,6 +28,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.observability.logs import set_context
 from megarl.observability.metrics import Last, Metrics, Sum, values
 from megarl.observability.trace import span
+from megarl.platform import signals
 from megarl.rewards.pool import RewardPool
 
 logger = logging.getLogger(__name__)
@@ -148,9 +151,22 @@ class Run:
         self.results = dict(session.state.results)
         if session.state.prompts:
             prompts.load_state_dict(session.state.prompts)
+        self.finished = self._state(session.state.step)
+        """After the last step that was finished: what a run that is told to stop saves."""
 
     def go(self) -> None:
-        """All steps that are left, then the last checkpoint, the export and the summary."""
+        """All steps that are left, then the last checkpoint, the export and the summary.
+
+        Raises:
+            StoppedError: it was told to stop (SIGUSR1), saved itself and stopped.
+        """
+        try:
+            self._steps()
+        except AbandonedError:
+            self._abandon()
+        self._finish()
+
+    def _steps(self) -> None:
         config, first = self.config, self.session.state.step
         if config.validation.at_start and first == 0:
             self._validate(0)
@@ -167,18 +183,21 @@ class Run:
                     version=self.version,
                 )
             self.version = result.version
+            self.finished = self._state(step)
             # Every rank is asked, so not in each step; the second has the optimizer's state and all passes behind it.
             memory = measured_memory(self.groups) if step in (first + 2, config.run.steps) else {}
             waited: Metrics = {"perf/waited_s": Last(self._waited_s() - waited_s)}
             self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result), **memory, **waited})
             last = step == config.run.steps
+            if self.session.stopping.is_asked and not last:
+                self.session.stop(self.finished, self._save)
             every = config.validation.every_steps
             if (every is not None and step % every == 0) or (last and config.validation.at_end):
                 self._validate(step)
             save_every = config.checkpoint.every_steps
-            if (save_every is not None and step % save_every == 0) or (last and config.checkpoint.at_end):
-                self._save(step)
-        self._finish()
+            is_due = (save_every is not None and step % save_every == 0) or (last and config.checkpoint.at_end)
+            if signals.take_save() or is_due:
+                self._save()
 
     def _extra_metrics(self, step: int, result: StepResult) -> Metrics:
         return {
@@ -201,15 +220,26 @@ class Run:
         self.results = {"accuracy_start": accuracy} | self.results | {"accuracy_end": accuracy}
         self.session.log_validation(step, result.metrics, result.samples)
 
-    def _save(self, step: int) -> None:
+    def _state(self, step: int) -> RunState:
+        return RunState(step, self.version, self.prompts.state_dict(), self.roles.kl.state_dict(), self.results)
+
+    def _abandon(self) -> NoReturn:
+        """Give up what is under way: engines end their samples, training takes the device to save from it."""
+        self.session.console.note(f"told to stop: what comes after step {self.finished.step} is given up")
+        self.roles.rollout.abort(self.config.run.stop_within_s)
+        self.roles.turns.to_training()
+        self.session.stop(self.finished, self._save)
+
+    def _save(self) -> None:
+        """A checkpoint of the last finished step, with the held-out numbers known by now."""
+
         def write_parts(directory: Path) -> None:
             for role, group in self.groups.items():
                 (directory / role).mkdir()
                 group.save(directory / role)
 
-        state = RunState(step, self.version, self.prompts.state_dict(), self.roles.kl.state_dict(), self.results)
         with span("save"):
-            self.session.store.save(state, write_parts)
+            self.session.store.save(replace(self.finished, results=dict(self.results)), write_parts)
 
     def _finish(self) -> None:
         hf = self.session.directory.hf

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import ray
 
 POLL_S = 0.5
+NODE_RESOURCE = "slurm:"
+"""What the name of a node's own resource begins with; Slurm's name of the node follows."""
 
 
 def present() -> set[str]:

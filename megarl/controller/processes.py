@@ -14,13 +14,14 @@ from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.schema.run import ClusterConfig
 from megarl.controller.cluster import Cluster
 from megarl.controller.dispatch import Member, Watch, WorkerGroup
 from megarl.controller.engines import EnginePlan, RolloutWorker
+from megarl.controller.membership import NODE_RESOURCE
 from megarl.controller.placement import Placement
 from megarl.controller.workers import TrainPlan, TrainWorker
 from megarl.errors import SetupError
@@ -45,6 +46,7 @@ class Processes:
         self.placement = placement
         self._watch = watch
         self._nodes = self._reserve()
+        self._names = node_names(self._nodes) if placement.num_nodes > 1 else [None]
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +85,9 @@ class Processes:
             )
         return group
 
+    def _node(self, slot: int) -> str | None:
+        return self._names[self.placement.node(slot)]
+
     def _options(self, slot: int, *, share: float, variables: dict[str, str]) -> dict[str, Any]:
         return {
             "num_cpus": share,
@@ -102,7 +107,7 @@ class Processes:
             # Colocated roles divide a GPU among them; the engines' part is not counted by Ray.
             share = 1.0 / self.placement.users(slot)
             handle = remote.options(**self._options(slot, share=share, variables=variables)).remote(plan, rank)
-            members.append(Member(plan.role, rank, handle, handle.watch.remote()))
+            members.append(Member(plan.role, rank, handle, handle.watch.remote(), self._node(slot)))
         self._watch.add(members)
         return WorkerGroup(TrainWorker, members, plan.layout, self._watch)
 
@@ -114,6 +119,18 @@ class Processes:
         for replica, slots in enumerate(self.placement.rollout):
             options = self._options(slots[0], share=0.0, variables=variables)
             handle = remote.options(**options, max_concurrency=1000).remote(plan, replica)
-            members.append(Member("rollout", replica, handle, handle.watch.remote()))
+            members.append(Member("rollout", replica, handle, handle.watch.remote(), self._node(slots[0])))
         self._watch.add(members)
         return members
+
+
+def node_names(group: PlacementGroup) -> list[str | None]:
+    """Name of the node of each bundle: Slurm's name where a launcher gave one, else the host's."""
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    bundles: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [_name_of(nodes[bundles[index]]) for index in sorted(bundles)]
+
+
+def _name_of(node: dict[str, Any]) -> str:
+    named = (name.removeprefix(NODE_RESOURCE) for name in node["Resources"] if name.startswith(NODE_RESOURCE))
+    return next(named, node["NodeManagerHostname"])

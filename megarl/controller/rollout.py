@@ -122,6 +122,10 @@ class RolloutRole:
         is_greedy = torch.arange(len(batch) + len(extra)) >= len(batch)
         return Batch.concat([batch, extra]).add(is_greedy=is_greedy)
 
+    def abort(self, timeout_s: float) -> None:
+        """End the samples under way on all engines: their step has been given up."""
+        self._watch.get({member.handle.abort.remote(): member for member in self.members}, timeout_s)
+
 
 def request_seed(seed: int, step: int, stream: int, index: int) -> int:
     """A seed below 2^62 of one request; different for any two requests of a run (splitmix64 of their coordinates)."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from megarl.config.origin import Loaded, write_resolved
 from megarl.config.schema import SftConfig, TrainConfig
@@ -20,9 +20,20 @@ from megarl.controller.cluster import Cluster, wait_for_nodes
 from megarl.controller.dispatch import Watch, WorkerGroup
 from megarl.controller.placement import plan_placement
 from megarl.controller.processes import Processes
-from megarl.controller.state import CheckpointStore, RunDirectory, RunState, find_resume, read_state, write_json
+from megarl.controller.state import (
+    CheckpointStore,
+    RunDirectory,
+    RunState,
+    find_resume,
+    read_state,
+    step_name,
+    write_json,
+)
+from megarl.controller.stopping import Stopping
+from megarl.errors import StoppedError
 from megarl.models.registry import load_spec
 from megarl.observability.console import Console
+from megarl.observability.ending import UNFORESEEN, ending_of, write_ending
 from megarl.observability.heartbeat import heartbeat
 from megarl.observability.logs import set_up_logging
 from megarl.observability.metrics import Max, Metrics, values
@@ -51,6 +62,7 @@ class Session:
         timeline: phases finished since the last logged step.
         history: all earlier ones.
         watch: waits on worker processes.
+        stopping: says when a run that was told to stop gives up its step.
         cluster: Ray; opened by ``start_processes``.
         started: monotonic seconds at which the session was opened.
     """
@@ -65,6 +77,7 @@ class Session:
     timeline: Timeline
     history: Timeline
     watch: Watch
+    stopping: Stopping
     cluster: Cluster
     started: float
     _stack: ExitStack
@@ -119,6 +132,21 @@ class Session:
         )
         self.console.samples(samples)
 
+    def stop(self, finished: RunState, save: Callable[[], None]) -> NoReturn:
+        """End a run that was told to stop: save the state after its last finished step unless that is done already.
+
+        Raises:
+            StoppedError: always.
+        """
+        newest = self.store.newest()
+        if finished.step > 0 and (newest is None or newest.name != step_name(finished.step)):
+            save()
+        raise StoppedError(
+            f"told to stop; it goes on after step {finished.step} of {self.config.run.steps}",
+            where=str(self.directory.root),
+            fix="start it again to go on",
+        )
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the run's summary: its presence says that the run ended well."""
         write_json(self.directory.summary, {**summary, "seconds": round(time.monotonic() - self.started, 1)})
@@ -169,10 +197,14 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
             resume_step=state.step,
         )
         stack.callback(sinks.close)
+        if directory.attempt > 1:
+            logger.info("attempt %d", directory.attempt)
         console = Console(config.logging.console, config.run.steps, first_step=state.step)
         stack.callback(console.close)
-        timeline = Timeline()
+        timeline, stopping, watch = Timeline(), Stopping(config.run.stop_within_s), Watch()
+        watch.observers.append(stopping.check)
         stack.enter_context(listening(timeline))
+        stack.enter_context(listening(stopping))
         stack.enter_context(listening(console))
         stack.enter_context(heartbeat(directory.logs / "controller.heartbeat.json"))
         if resume is not None:
@@ -193,11 +225,15 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
                 sinks,
                 timeline,
                 history,
-                Watch(),
+                watch,
+                stopping,
                 cluster,
                 started,
                 stack,
             )
+        except BaseException as error:  # whatever it is, the directory says so
+            _keep_ending(directory.ending, error)
+            raise
         finally:
             signals.hold()
 
@@ -211,6 +247,16 @@ def check_weights(model: ModelConfig) -> None:
     if model.init == "checkpoint":
         with SafetensorsReader(model.path) as reader:
             check_model(reader, load_spec(model.path))
+
+
+def _keep_ending(path: Path, error: BaseException) -> None:
+    code = getattr(error, "exit_code", getattr(error, "code", None))
+    if isinstance(error, KeyboardInterrupt):
+        code = signals.INTERRUPTED
+    try:
+        write_ending(path, ending_of(error, code if isinstance(code, int) else UNFORESEEN))
+    except OSError as unwritable:  # a full disk must not hide what ended the run
+        logger.warning("cannot write %s: %s", path, unwritable)
 
 
 def _write_timeline(path: Path, history: Timeline) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megarl.config.schema import SftConfig
 from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.session import Session, check_weights, measured_memory, open_session
 from megarl.controller.state import RunState
+from megarl.controller.stopping import AbandonedError
 from megarl.controller.workers import TrainPlan
 from megarl.data.batch import Batch
 from megarl.data.sft import SftSource, sft_batch
@@ -20,6 +22,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.observability.logs import set_context
 from megarl.observability.metrics import Metrics, Sum, values
 from megarl.observability.trace import span
+from megarl.platform import signals
 
 
 def sft(loaded: Loaded[SftConfig], forecast: Mapping[str, Any] | None = None) -> int:
@@ -71,7 +74,7 @@ def run_steps(
 ) -> None:
     """All updates that are left, evaluation, checkpoints, the export and the summary."""
     steps, evaluation = config.run.steps, None if held_out is None else sft_batch(held_out.first(len(held_out)))
-    results = dict(session.state.results)
+    results, finished = dict(session.state.results), session.state
     for step in range(session.state.step + 1, steps + 1):
         set_context(step=step)
         session.keep_spans()
@@ -83,12 +86,19 @@ def run_steps(
         if step in (session.state.step + 2, steps):
             metrics |= measured_memory({"actor": model})
         session.log_step(step, metrics)
+        finished = RunState(step, step, rows.state_dict(), results=results)
+        if session.stopping.is_asked and step < steps:
+            session.stop(finished, partial(save, session, model, finished))
         every = config.eval_every_steps
         if evaluation is not None and (step == steps or (every is not None and step % every == 0)):
-            results["val_loss"] = evaluate(session, model, evaluation, step)
+            try:
+                results["val_loss"] = evaluate(session, model, evaluation, step)
+            except AbandonedError:
+                session.stop(finished, partial(save, session, model, finished))
         save_every = config.checkpoint.every_steps
-        if (save_every is not None and step % save_every == 0) or (step == steps and config.checkpoint.at_end):
-            save(session, model, rows, step, results)
+        is_due = (save_every is not None and step % save_every == 0) or (step == steps and config.checkpoint.at_end)
+        if signals.take_save() or is_due:
+            save(session, model, finished)
     hf = session.directory.hf
     if config.checkpoint.export_hf:
         with span("export"):
@@ -111,15 +121,15 @@ def evaluate(session: Session, model: WorkerGroup, evaluation: Batch, step: int)
     return values(metrics)["val/loss"]
 
 
-def save(session: Session, model: WorkerGroup, rows: SftSource, step: int, results: dict[str, float]) -> None:
-    """Write a checkpoint."""
+def save(session: Session, model: WorkerGroup, state: RunState) -> None:
+    """Write a checkpoint of a finished step."""
 
     def write_parts(directory: Path) -> None:
         (directory / "actor").mkdir()
         model.save(directory / "actor")
 
     with span("save"):
-        session.store.save(RunState(step, step, rows.state_dict(), results=results), write_parts)
+        session.store.save(state, write_parts)
 
 
 def plan(config: SftConfig, logs: Path) -> TrainPlan:

@@ -3,11 +3,12 @@
     run directory/
       resolved.yaml, resolved.json    configuration with the origin of each value
       metrics.jsonl, tensorboard/     numbers
-      logs/ROLE-RANK.log              output of each worker process
+      logs/ROLE-RANK.log              output of each worker process; of earlier attempts in logs/attempt-1/ ...
       checkpoints/step_000010/        actor/, critic/, state.json, manifest.json (written last)
       checkpoints/latest              name of the newest complete checkpoint
       hf/                             the trained model as a Hugging Face directory
       summary.json                    written when the run ends well
+      ending.json                     written when it does not: what ended it
 
 Invariants:
 1. A directory without a manifest that matches its files is not a checkpoint: it is neither resumed from nor counted.
@@ -58,6 +59,8 @@ class RunDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock: IO[str] | None = None
+        self.attempt = 1
+        """How many times the run has been started, this time included."""
 
     @property
     def checkpoints(self) -> Path:
@@ -75,8 +78,12 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.root / "summary.json"
 
+    @property
+    def ending(self) -> Path:
+        return self.root / "ending.json"
+
     def open(self) -> None:
-        """Create the directory and take its lock.
+        """Create the directory, take its lock, and set the logs of an earlier attempt aside.
 
         Raises:
             ConfigError: another run holds it.
@@ -93,11 +100,27 @@ class RunDirectory:
                 where=str(self.root),
                 fix="choose another run.dir or run.name",
             ) from None
+        self._set_logs_aside()
+
+    def _set_logs_aside(self) -> None:
+        earlier = [path for path in (*self.logs.iterdir(), self.ending) if path.is_file()]
+        self.attempt = 1 + len(list(self.logs.glob("attempt-*")))
+        if earlier:
+            aside = self.logs / f"attempt-{self.attempt}"
+            aside.mkdir()
+            for path in earlier:
+                path.rename(aside / path.name)
+            self.attempt += 1
 
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def step_name(step: int) -> str:
+    """Name of the checkpoint after a step."""
+    return f"step_{step:06d}"
 
 
 class CheckpointStore:
@@ -117,7 +140,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk is full or a part failed; earlier checkpoints are untouched.
         """
-        final = self.directory / f"step_{state.step:06d}"
+        final = self.directory / step_name(state.step)
         partial = self.directory / f".{final.name}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)

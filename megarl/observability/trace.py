@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+_PHASE = "_megarl_phase"
+
 IDLE = "idle"
 """What ``current_phase`` says outside every span."""
 
@@ -69,6 +71,10 @@ def span(name: str) -> Iterator[Span]:
         listener.span_started(running)
     try:
         yield running
+    except BaseException as error:
+        if phase_of(error) is None:
+            setattr(error, _PHASE, "/".join(path))
+        raise
     finally:
         with _lock:
             _open.remove(running)
@@ -77,6 +83,17 @@ def span(name: str) -> Iterator[Span]:
         ended = Span(name, path, running.start_s, running.started, running.thread, duration_s)
         for listener in _listeners:
             listener.span_ended(ended)
+
+
+def phase_of(error: BaseException) -> str | None:
+    """Names of the spans in which an error was first seen, outermost first and joined by ``/``; None outside of all."""
+    phase: str | None = getattr(error, _PHASE, None)
+    return phase
+
+
+def forget_phase(error: BaseException) -> None:
+    """Take away what ``phase_of`` says: the error comes from another process, whose phases are not ours."""
+    error.__dict__.pop(_PHASE, None)
 
 
 def current_span() -> Span | None:

@@ -1,4 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP of a command: the first ends the work, none interrupts the clean-up that follows.
+"""Signals of a command: those that end it, and those that ask it for something.
+
+SIGINT (Ctrl-C), SIGTERM and SIGHUP end the work; none interrupts the clean-up that follows. SIGUSR1 asks the run to
+save and stop, SIGUSR2 to save and go on: they are noted here, and the run looks.
 
 Invariants:
 1. A signal that the parent had set to be ignored (``nohup``, a background job of a shell) stays ignored.
@@ -17,11 +20,16 @@ from types import FrameType
 from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ASKING = (signal.SIGUSR1, signal.SIGUSR2)
 
 # Handlers that were in place before ``handled``; empty outside it.
 _previous: dict[signal.Signals, Any] = {}
 _held_since: float | None = None
+_stop_asked: float | None = None
+_save_asked = False
 
+INTERRUPTED = 128 + signal.SIGINT
+"""What a shell reports for Ctrl-C."""
 PATIENCE_S = 30.0
 """Longest clean-up that signals do not interrupt."""
 
@@ -38,14 +46,17 @@ class Terminated(SystemExit):
 def handled() -> Iterator[None]:
     """Within it SIGINT raises KeyboardInterrupt, and SIGTERM and SIGHUP raise Terminated, in the main thread.
 
+    SIGUSR1 and SIGUSR2 raise nothing: ``stop_asked`` and ``take_save`` tell of them.
+
     Does nothing when entered from another thread, where Python allows no handlers.
     """
-    global _held_since
+    global _held_since, _stop_asked, _save_asked
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _held_since = None
-    _previous.update({number: signal.getsignal(number) for number in ENDING})
+    _held_since = _stop_asked = None
+    _save_asked = False
+    _previous.update({number: signal.getsignal(number) for number in (*ENDING, *ASKING)})
     install()
     try:
         yield
@@ -59,13 +70,33 @@ def install() -> None:
     """Put the handlers in place again after a library has installed its own; does nothing outside ``handled``."""
     for number, handler in _previous.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, _on_signal)
+            signal.signal(number, _on_request if number in ASKING else _on_signal)
 
 
 def hold() -> None:
     """From now on signals do nothing: the clean-up has begun."""
     global _held_since
     _held_since = time.monotonic()
+
+
+def stop_asked() -> float | None:
+    """When SIGUSR1 came first, in seconds of the monotonic clock; None if it did not."""
+    return _stop_asked
+
+
+def take_save() -> bool:
+    """Whether SIGUSR2 has come since this was last called."""
+    global _save_asked
+    asked, _save_asked = _save_asked, False
+    return asked
+
+
+def _on_request(number: int, _: FrameType | None) -> None:
+    global _stop_asked, _save_asked
+    if number == signal.SIGUSR2:
+        _save_asked = True
+    elif _stop_asked is None:
+        _stop_asked = time.monotonic()
 
 
 def _on_signal(number: int, _: FrameType | None) -> None:

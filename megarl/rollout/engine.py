@@ -133,6 +133,10 @@ class RolloutEngine(Protocol):
         """Refuse to sample until the next commit."""
         ...
 
+    async def abort(self) -> None:
+        """End the samples under way, as if they had been cut off."""
+        ...
+
     async def sleep(self) -> None:
         """Give device memory back, weights included; sampling needs ``wake_up`` and an update first."""
         ...

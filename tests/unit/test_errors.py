@@ -9,12 +9,12 @@ import pickle
 import pytest
 
 from megarl import errors
-from megarl.errors import ConfigError, LayoutError, MegarlError, ModelError, WorkerError
+from megarl.errors import ConfigError, HangError, LayoutError, MegarlError, ModelError, NodeError, WorkerError
 
 CLASSES = [
     cls
     for _, cls in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(cls, MegarlError) and cls is not WorkerError
+    if issubclass(cls, MegarlError) and not issubclass(cls, WorkerError)
 ]
 
 
@@ -52,6 +52,14 @@ def test_a_worker_error_names_role_rank_phase_and_cause():
     back = pickle.loads(pickle.dumps(error))
     assert (back.role, back.rank, back.phase, back.cause) == ("actor", 3, "update_actor", "killed by signal 9")
     assert "rank ?" in str(WorkerError(role="rollout", rank=None, phase="rollout", cause="gone"))
+
+
+@pytest.mark.parametrize("cls", [NodeError, HangError])
+def test_kinds_of_worker_errors_name_the_node_and_have_their_own_code(cls):
+    error = pickle.loads(pickle.dumps(cls(role="actor", rank=3, phase="values", cause="gone", node="n2")))
+    assert str(error) == "actor rank 3 on n2 failed in phase values: gone"
+    assert type(error) is cls and error.node == "n2"
+    assert error.exit_code not in (WorkerError.exit_code, 0, 1)
 
 
 def test_the_class_decides_the_exit_code():

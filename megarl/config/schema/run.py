@@ -32,6 +32,8 @@ class RunConfig(StrictModel):
     resume: str = "auto"
     """auto continues from the newest complete checkpoint in the run directory if there is one; never refuses a run
     directory that holds one; a path continues from that checkpoint."""
+    stop_within_s: float = Field(540.0, gt=0)
+    """Seconds from SIGUSR1 within which the run saves and ends; a Slurm script sets it from its own --signal line."""
 
 
 class ClusterConfig(StrictModel):

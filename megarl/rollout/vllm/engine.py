@@ -264,13 +264,18 @@ class VllmEngine:
             await self._alive(self._llm.pause_generation(mode="keep", clear_cache=False), "prepare")
             self._is_paused = True
             return
-        if in_flight == "abort" and self._num_running:
-            await self._alive(self._llm.pause_generation(mode="abort"), "prepare")
-            await self._alive(self._llm.resume_generation(), "prepare")
+        if in_flight == "abort":
+            await self.abort()
         while self._num_running:  # the others finish under the version they began with
             if time.monotonic() > deadline:
                 raise sync_failure(self.name, "prepare", None, "samples are still under way")
             await asyncio.sleep(0.005)
+
+    async def abort(self) -> None:
+        """See ``RolloutEngine``."""
+        if self._num_running:
+            await self._alive(self._llm.pause_generation(mode="abort"), "abort")
+            await self._alive(self._llm.resume_generation(), "abort")
 
     async def sleep(self) -> None:
         """See ``RolloutEngine``. vLLM does nothing on the CPU, and neither does this."""

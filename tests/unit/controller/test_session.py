@@ -16,7 +16,9 @@ from megarl.controller import session as session_module
 from megarl.controller.cluster import Cluster
 from megarl.controller.processes import Processes
 from megarl.controller.session import open_session
-from megarl.errors import ConfigError, WorkerError
+from megarl.controller.state import RunState
+from megarl.errors import ConfigError, StoppedError, WorkerError
+from megarl.observability.ending import read_ending
 from megarl.platform import signals
 
 
@@ -91,3 +93,36 @@ def test_signals_are_held_by_a_real_session(loaded: Loaded[TrainConfig]):
         with open_session(loaded):
             assert signals._held_since is None
         assert signals._held_since is not None
+
+
+def test_a_run_that_fails_says_so_in_its_directory_and_the_next_attempt_sets_that_and_its_logs_aside(
+    loaded: Loaded[TrainConfig], tmp_path: Path
+):
+    run = tmp_path / "run"
+    for attempt in (1, 2):
+        with pytest.raises(WorkerError), open_session(loaded) as session:
+            assert session.directory.attempt == attempt
+            assert not (run / "ending.json").exists()
+            (run / "logs" / "actor-0.log").write_text(f"attempt {attempt}")
+            raise DEAD
+        ending = read_ending(run / "ending.json")
+        assert ending is not None and (ending.kind, ending.role, ending.exit_code) == ("WorkerError", "actor", 12)
+    assert (run / "logs" / "actor-0.log").read_text() == "attempt 2"
+    assert (run / "logs" / "attempt-1" / "actor-0.log").read_text() == "attempt 1"
+    assert (run / "logs" / "attempt-1" / "ending.json").is_file()
+
+
+@pytest.mark.parametrize(("newest", "is_saved"), [(None, True), ("step_000002", True), ("step_000003", False)])
+def test_a_run_that_stops_saves_its_last_finished_step_once(
+    loaded: Loaded[TrainConfig], newest: str | None, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+):
+    saved = []
+    with pytest.raises(StoppedError, match="after step 3 of 40"), open_session(loaded) as session:
+        monkeypatch.setattr(session.store, "newest", lambda: None if newest is None else Path(newest))
+        session.stop(RunState(3, 3), lambda: saved.append(True))
+    assert bool(saved) == is_saved
+
+
+def test_a_run_that_stops_before_its_first_step_has_nothing_to_save(loaded: Loaded[TrainConfig]):
+    with pytest.raises(StoppedError), open_session(loaded) as session:
+        session.stop(RunState(0, 0), lambda: pytest.fail("saved"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from megarl.controller import dispatch
 from megarl.controller.dispatch import Member, Watch
-from megarl.errors import CheckpointError, MegarlError, RolloutError, SyncError, WorkerError
+from megarl.errors import CheckpointError, HangError, MegarlError, NodeError, RolloutError, SyncError, WorkerError
 from megarl.observability.trace import span
 
 DIED = """\
@@ -139,8 +139,38 @@ def test_rays_account_of_a_death_in_one_clause(account: str, reason: str):
 def test_a_call_that_does_not_end_names_who_is_late(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dispatch, "ray", Outcomes({"call 0": (1.0, "done")}))
     member = Member("actor", 3, None, "watch")
-    with pytest.raises(WorkerError, match="no answer within 2 s from actor rank 3"):
+    with pytest.raises(HangError, match="no answer within 2 s from actor rank 3"):
         Watch().get({"call 1": member}, timeout_s=2.0)
+
+
+def test_observers_see_what_is_waited_for_at_the_start_and_at_every_tick_and_may_end_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ray = Outcomes({"call 0": (1.5, "done")})
+    monkeypatch.setattr(dispatch, "ray", ray)
+    seen: list[tuple[float, list[str]]] = []
+
+    def observe(pending: Mapping[str, Member]) -> None:
+        seen.append((ray.now, list(pending)))
+        if ray.now >= 4.0:
+            raise KeyError("enough")
+
+    watch = Watch()
+    watch.observers.append(observe)
+    calls = {f"call {rank}": Member("actor", rank, None, None) for rank in range(2)}
+    with pytest.raises(KeyError):
+        watch.get(calls)
+    assert seen == [
+        (0.0, ["call 0", "call 1"]),
+        (1.0, ["call 0", "call 1"]),
+        *((now, ["call 1"]) for now in (1.5, 2.5, 3.5, 4.5)),
+    ]
+
+
+def test_a_process_that_died_with_its_node_is_the_nodes_failure(monkeypatch: pytest.MonkeyPatch):
+    account = "\tpid: 7\nThe actor died because its node has died. Node Id: 3"
+    error, _ = judge(monkeypatch, {"watch actor 1": (1.0, death(account))})
+    assert isinstance(error, NodeError) and error.rank == 1
 
 
 class Counted(Outcomes):

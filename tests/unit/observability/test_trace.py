@@ -12,7 +12,16 @@ import pytest
 
 from megarl.observability.heartbeat import heartbeat, read_beats, write_beat
 from megarl.observability.logs import context, set_context, set_up_logging
-from megarl.observability.trace import Timeline, chrome_trace, current_phase, listening, span, write_chrome_trace
+from megarl.observability.trace import (
+    Timeline,
+    chrome_trace,
+    current_phase,
+    forget_phase,
+    listening,
+    phase_of,
+    span,
+    write_chrome_trace,
+)
 
 
 def test_spans_nest_and_end_also_when_the_body_raises():
@@ -32,6 +41,15 @@ def test_spans_nest_and_end_also_when_the_body_raises():
     with span("unheard"):
         pass
     assert len(timeline.spans) == 3
+
+
+def test_an_error_knows_the_innermost_phase_it_was_seen_in():
+    with pytest.raises(ValueError) as caught, span("step"), span("rollout"):
+        raise ValueError
+    assert phase_of(caught.value) == "step/rollout"
+    assert phase_of(ValueError()) is None
+    forget_phase(caught.value)
+    assert phase_of(caught.value) is None
 
 
 def test_a_phase_that_comes_twice_is_summed_and_take_empties():

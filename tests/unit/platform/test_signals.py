@@ -13,7 +13,7 @@ from megarl.platform import signals
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """A failing test must not leave its handlers to the others."""
-    before = {number: signal.getsignal(number) for number in signals.ENDING}
+    before = {number: signal.getsignal(number) for number in (*signals.ENDING, *signals.ASKING)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -51,6 +51,19 @@ def test_a_clean_up_that_hangs_can_be_interrupted_again(monkeypatch: pytest.Monk
         monkeypatch.setattr(signals, "PATIENCE_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+
+
+def test_requests_raise_nothing_and_are_told_once_asked_for():
+    with signals.handled():
+        assert (signals.stop_asked(), signals.take_save()) == (None, False)
+        send(signal.SIGUSR1)
+        asked = signals.stop_asked()
+        send(signal.SIGUSR1)
+        assert asked is not None and signals.stop_asked() == asked
+        send(signal.SIGUSR2)
+        assert (signals.take_save(), signals.take_save()) == (True, False)
+    with signals.handled():
+        assert signals.stop_asked() is None
 
 
 def test_earlier_handlers_come_back():
