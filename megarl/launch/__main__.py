@@ -9,21 +9,33 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.load import load_sft, load_train
 from megarl.controller.placement import plan_placement
-from megarl.errors import MegarlError
+from megarl.errors import ConfigError, MegarlError, SetupError
 from megarl.launch import ray_cluster, slurm
-from megarl.launch.ray_cluster import Program
-from megarl.planning.doctor import Surroundings, diagnose
+from megarl.launch.plan import Program, plan
+from megarl.launch.verdict import Cause, Outcome, Requeue, last_line, limits, requeue
+from megarl.observability.ending import ending_of
+from megarl.planning.doctor import Diagnosis, Surroundings, diagnose
+from megarl.planning.finding import errors, exit_code
 from megarl.planning.placement import Nodes
 from megarl.platform import env
 
+LEAD_SHARE = 0.9
+"""Of the time between SIGUSR1 and the time limit, what the driver has to save and end."""
 
-def program(words: Sequence[str], num_nodes: int) -> Program:
+
+def program(words: Sequence[str], num_nodes: int, *, lead_s: int | None = None, is_restart: bool = False) -> Program:
     """Check the configuration and derive what the driver runs.
+
+    Args:
+        words: command, preset, key=value.
+        num_nodes: of the allocation.
+        lead_s: how long before the time limit Slurm sends SIGUSR1.
+        is_restart: the job was requeued: it goes on in its run directory, wherever its first attempt started from.
 
     Raises:
         ConfigError: the preset or the overrides are wrong.
@@ -35,14 +47,15 @@ def program(words: Sequence[str], num_nodes: int) -> Program:
     overrides = [f"cluster.num_nodes={num_nodes}", *keys]
     config = load_sft(preset, overrides).config if command == "sft" else load_train(preset, overrides).config
     slots = plan_placement(config).slots_per_node if config.cluster.device == "cpu" else None
-    return Program(("megarl", command, preset, *keys), slots)
+    if is_restart and (Path(config.run.dir) / "checkpoints" / "latest").is_file():
+        keys.append("run.resume=auto")
+    # The rest is for the driver to end in, and for Slurm to notice.
+    within_s = None if lead_s is None else LEAD_SHARE * lead_s
+    return Program(("megarl", command, preset, *keys), slots, within_s)
 
 
-def examine(command: str, words: Sequence[str], allocation: slurm.Allocation, is_dry_run: bool) -> int:
-    """Print what the doctor finds before anything starts; the code to end with, 0 to go on.
-
-    A dry run goes on whatever is found: it may be made where the nodes' file systems are not.
-    """
+def examine(command: str, words: Sequence[str], allocation: slurm.Allocation, is_dry_run: bool) -> Diagnosis:
+    """Print what the doctor finds before anything starts, and return it."""
     preset, *keys = words
     nodes = Nodes(
         len(allocation.nodes), allocation.gpus, f"job {allocation.job_id}" if allocation.job_id else "the script"
@@ -51,7 +64,7 @@ def examine(command: str, words: Sequence[str], allocation: slurm.Allocation, is
     overrides = [f"cluster.num_nodes={nodes.count}", *keys]
     diagnosis = diagnose(preset, overrides, sft=command == "sft", around=around)
     sys.stderr.write(diagnosis.text() + "\n")
-    return 0 if is_dry_run else diagnosis.exit_code
+    return diagnosis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,20 +80,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s launch: %(message)s", stream=sys.stderr)
     try:
         if args.dry_run:
-            allocation = slurm.from_script(args.script)
-        else:
-            allocation = slurm.from_environment(env.with_prefix("SLURM"))
-        if args.command != "exec" and (code := examine(args.command, args.words, allocation, args.dry_run)):
-            return code
-        what = program([args.command, *args.words], len(allocation.nodes))
-        plan = ray_cluster.plan(allocation, what, settings=env.with_prefix("MEGARL_"), is_dry_run=args.dry_run)
-        if args.dry_run:
-            sys.stdout.write(plan.text() + "\n")
-            return 0
-        return ray_cluster.run(plan, env.copy())
+            return _dry_run(args)
+        allocation = slurm.from_environment(env.with_prefix("SLURM"))
     except MegarlError as error:
         sys.stderr.write(f"launch failed: {type(error).__name__}: {error}\n")
         return error.exit_code
+    return _job(args, allocation)
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    """It goes on whatever the doctor finds: it may be made where the nodes' file systems are not."""
+    allocation, settings = slurm.from_script(args.script), env.with_prefix("MEGARL_")
+    if args.command != "exec":
+        examine(args.command, args.words, allocation, is_dry_run=True)
+    limits(settings)
+    what = program([args.command, *args.words], len(allocation.nodes), lead_s=slurm.signal_lead_s(args.script))
+    sys.stdout.write(plan(allocation, what, settings=settings, is_dry_run=True).text() + "\n")
+    return 0
+
+
+def _job(args: argparse.Namespace, allocation: slurm.Allocation) -> int:
+    """One attempt of a job, whatever it comes to; the last line of its output says what."""
+    settings = env.with_prefix("MEGARL_")
+    try:
+        limits(settings)
+        outcome = _attempt(args, allocation, settings)
+        after = requeue(outcome, allocation.restarts, settings)
+    except MegarlError as error:
+        ending = ending_of(error, error.exit_code)
+        cause = Cause.CONFIG if isinstance(error, ConfigError) else Cause.RUN
+        outcome, after = Outcome(error.exit_code, cause, ending.line()), Requeue(False, "")
+    say(last_line(allocation.described, outcome, after))
+    if after.wanted:
+        try:
+            slurm.requeue(allocation.job_id)
+        except SetupError as error:
+            say(last_line(allocation.described, outcome, Requeue(False, f"not requeued: {error}")))
+    return outcome.code
+
+
+def say(line: str) -> None:
+    """Write a line into the job's output, now."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _attempt(args: argparse.Namespace, allocation: slurm.Allocation, settings: Mapping[str, str]) -> Outcome:
+    words = [args.command, *args.words]
+    if args.command != "exec" and (found := errors(examine(args.command, args.words, allocation, False).findings)):
+        text = f"{found[0].key}: {found[0].problem} | do: {found[0].fix}"
+        more = f" | and {len(found) - 1} more errors above" if len(found) > 1 else ""
+        return Outcome(exit_code(found), Cause.CONFIG, text + more)
+    lead_s = slurm.signal_lead_s(args.script)
+    what = program(words, len(allocation.nodes), lead_s=lead_s, is_restart=allocation.restarts > 0)
+    return ray_cluster.run(plan(allocation, what, settings=settings, is_dry_run=False), env.copy())
 
 
 if __name__ == "__main__":

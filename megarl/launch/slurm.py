@@ -32,6 +32,11 @@ class Allocation:
         return self.nodes[0]
 
     @property
+    def described(self) -> str:
+        """The job and its attempt, for messages."""
+        return f"{self.job_name} ({self.job_id or 'not submitted'}), attempt {self.restarts + 1}"
+
+    @property
     def workers(self) -> tuple[str, ...]:
         return self.nodes[1:]
 
@@ -94,13 +99,8 @@ def from_script(script: Path) -> Allocation:
     Raises:
         SetupError: the script cannot be read.
     """
-    try:
-        text = script.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SetupError(f"cannot read the batch script {script}: {error}") from error
-    options = {
-        name: value for name, value in re.findall(r"^#SBATCH\s+--([\w-]+)(?:[= ](\S+))?", text, flags=re.MULTILINE)
-    }
+    lines = re.findall(r"^#SBATCH\s+--([\w-]+)(?:[= ](\S+))?", _read(script), flags=re.MULTILINE)
+    options = {name: value for name, value in lines}
     least = int(options.get("nodes", "1").split("-")[0])
     width = max(3, len(str(least)))
     gpus = options.get("gpus-per-node") or options.get("gres", "gpu:0").removeprefix("gpu")
@@ -111,6 +111,24 @@ def from_script(script: Path) -> Allocation:
         cpus=int(options.get("cpus-per-task", "1")),
         gpus=int(gpus.rsplit(":", 1)[-1] or 0),
     )
+
+
+def requeue(job_id: int) -> None:
+    """Put a running job back into the queue, which ends it. Raises SetupError when Slurm refuses."""
+    _scontrol("requeue", str(job_id))
+
+
+def signal_lead_s(script: Path) -> int | None:
+    """Seconds before the time limit at which a script wants SIGUSR1 (``--signal=B:USR1@600``); None: not at all."""
+    match = re.search(r"^#SBATCH\s+--signal[= ]B:(?:SIG)?USR1@(\d+)", _read(script), flags=re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def _read(script: Path) -> str:
+    try:
+        return script.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"cannot read the batch script {script}: {error}") from error
 
 
 def srun(

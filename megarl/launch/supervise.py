@@ -41,6 +41,9 @@ class Children:
     def __init__(self) -> None:
         self._children: list[Child] = []
         self.received: signal.Signals | None = None
+        """The latest signal."""
+        self.first_s: dict[signal.Signals, float] = {}
+        """When each signal came first, in seconds of the monotonic clock."""
         # Daemons whose parent dies are re-parented to us instead of to init, so that the end of the run finds them.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -77,6 +80,7 @@ class Children:
 
         def handler(number: int, frame: FrameType | None) -> None:
             self.received = signal.Signals(number)
+            self.first_s.setdefault(self.received, time.monotonic())
             if target is not None and target.process.poll() is None:
                 target.process.send_signal(number)
 

@@ -8,6 +8,8 @@
 #SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
 #SBATCH --output=slurm-%x-%j.log
 #SBATCH --open-mode=append
 COMMAND=train PRESET=grpo_70b

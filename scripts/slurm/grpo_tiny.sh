@@ -6,6 +6,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=2
 #SBATCH --time=00:30:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
 #SBATCH --output=slurm-%x-%j.log
 #SBATCH --open-mode=append
 COMMAND=train PRESET=grpo_tiny

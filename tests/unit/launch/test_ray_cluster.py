@@ -1,123 +1,138 @@
-"""The plan of a job, before anything runs."""
+"""A job from its first process to its outcome, with shell commands in the place of Ray and the driver."""
 
 from __future__ import annotations
 
-import os
+import json
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from megarl.config.load import load_sft, load_train
-from megarl.errors import ConfigError, SetupError
-from megarl.launch.__main__ import main, program
-from megarl.launch.ray_cluster import Plan, Program, plan
-from megarl.launch.slurm import Allocation, from_script
-from tests.architecture.source import ROOT
+# In a process of its own: the launcher adopts and ends its descendants, and takes signals.
+JOB = """
+import json, os, sys
+from pathlib import Path
+from megarl.launch.plan import Plan
+from megarl.launch.ray_cluster import run
+from megarl.launch.slurm import Allocation
+folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
+def shell(name):
+    return ("bash", "-c", given[name], name, str(folder))
+plan = Plan(Allocation(7, "try", ("n1", "n2"), cpus=1, gpus=0), "10.0.0.1:20000", folder / "logs",
+            head=shell("head"), workers=shell("workers"), barrier=shell("barrier"), driver=shell("driver"),
+            stop_within_s=given["stop_within_s"])
+outcome = run(plan, dict(os.environ), grace_s=2.0)
+print(json.dumps([outcome.code, outcome.cause.value, outcome.text]))
+"""
 
-ALLOCATION = Allocation(4711, "grpo_70b", ("n1", "n2", "n3"), cpus=96, gpus=8)
-SCRIPTS = sorted(path for path in (ROOT / "scripts/slurm").glob("*.sh") if path.name != "ray_cluster.sh")
+# As node.py does: end on the signals that end a node.
+NODE = "trap 'exit 0' TERM USR1; while true; do sleep 0.05; done"
+READY = 'touch "$1/ready"; '
+WAIT = "while true; do sleep 0.05; done"
 
 
-def planned(
-    settings: dict[str, str] | None = None, driver: tuple[str, ...] = ("megarl", "train", "grpo_70b", "a=1")
-) -> Plan:
-    return plan(ALLOCATION, Program(driver), settings=settings or {}, is_dry_run=True)
+class Job:
+    def __init__(self, folder: Path, **commands: object) -> None:
+        self.folder = folder
+        given = {
+            "head": NODE,
+            "workers": NODE,
+            "barrier": "echo 2 nodes joined",
+            "driver": "true",
+            "stop_within_s": None,
+        }
+        arguments = [sys.executable, "-c", JOB, str(folder), json.dumps(given | commands)]
+        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+    def send(self, number: signal.Signals) -> None:
+        end = time.monotonic() + 30
+        while not (self.folder / "ready").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        self.process.send_signal(number)
+
+    def outcome(self) -> tuple[int, str, str]:
+        output, _ = self.process.communicate(timeout=60)
+        code, cause, text = json.loads(output.splitlines()[-1])
+        return code, cause, text
 
 
-def test_the_driver_is_told_its_cluster_and_the_users_keys_come_last():
-    driver = planned().driver
-    assert driver[1:] == (
-        "-m", "megarl", "train", "grpo_70b", f"cluster.ray_address={planned().address}", "cluster.num_nodes=3", "a=1",
+@pytest.fixture
+def start(tmp_path: Path):
+    jobs = []
+
+    def begin(**commands: object) -> Job:
+        jobs.append(Job(tmp_path, **commands))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.process.kill()
+        job.process.wait()
+
+
+def test_the_drivers_own_account_is_the_outcome(start):
+    account = {
+        "kind": "TrainError", "exit_code": 11, "problem": "loss is nan", "fix": None, "role": "actor", "rank": 0,
+        "node": "n1", "phase": "step/update_actor", "step": 4, "time": 0.0,
+    }  # fmt: skip
+    driver = f"echo '{json.dumps(account)}' > \"$MEGARL_ENDING\"; exit 11"
+    assert start(driver=driver).outcome() == (
+        11, "run", "TrainError: loss is nan (actor rank 0 on n1, phase step/update_actor, step 4) | exit code 11",
     )  # fmt: skip
 
 
-def test_any_other_command_is_run_as_it_is():
-    assert planned(driver=("nvidia-smi", "-L")).driver == ("nvidia-smi", "-L")
+def test_a_lost_node_is_named_by_srun_and_the_driver_gets_time_to_say_what_it_saw(start):
+    workers = READY + "sleep 0.3; echo 'srun: error: n2: task 0: Exited with exit code 1' >&2; exit 1"
+    driver = f"trap 'exit 0' TERM; {WAIT}"
+    code, cause, text = start(workers=workers, driver=driver).outcome()
+    assert (code, cause) == (13, "node")
+    assert text.startswith("lost node n2: its Ray ended (exit code 1); see its log")
 
 
-def test_the_barrier_waits_for_every_node():
-    assert planned().barrier[-3:] == ("slurm:n1", "slurm:n2", "slurm:n3")
+def test_a_driver_that_fails_because_its_node_is_going_is_the_nodes_failure(start):
+    workers = 'while [[ ! -e "$1/failed" ]]; do sleep 0.05; done; sleep 0.5; exit 1'
+    code, cause, text = start(workers=workers, driver='touch "$1/failed"; exit 12').outcome()
+    assert (code, cause) == (13, "node") and text.startswith("lost a node among n2")
 
 
-def test_one_node_needs_no_workers():
-    one = Allocation(1, "x", ("n1",), cpus=1, gpus=0)
-    assert plan(one, Program(("true",)), settings={}, is_dry_run=True).workers is None
+def test_a_run_that_finished_before_its_node_went_has_finished(start):
+    workers = 'while [[ ! -e "$1/failed" ]]; do sleep 0.05; done; exit 1'
+    assert start(workers=workers, driver='touch "$1/failed"; sleep 0.5').outcome()[:2] == (0, "done")
 
 
-def test_apptainer_wraps_every_command_and_pyxis_every_step():
-    apptainer = planned({"MEGARL_ENV": "apptainer:img.sif"})
-    for command in (apptainer.head, apptainer.barrier, apptainer.driver):
-        assert command[:4] == ("apptainer", "exec", "--nv", "img.sif")
-    assert "apptainer" in apptainer.workers
-    pyxis = planned({"MEGARL_ENV": "pyxis:img.sqsh"})
-    for command in (pyxis.head, pyxis.workers, pyxis.barrier, pyxis.driver):
-        assert command[0] == "srun"
-        assert "--container-image=img.sqsh" in command
+def test_sigusr1_goes_to_the_driver_whose_code_is_the_outcome(start):
+    job = start(driver=f"trap 'exit 75' USR1; {READY}{WAIT}", stop_within_s=30.0)
+    job.send(signal.SIGUSR1)
+    assert job.outcome()[:2] == (75, "stop")
 
 
-@pytest.mark.parametrize("value", ["docker:x", "apptainer", "apptainer:"])
-def test_an_unknown_environment_is_an_error(value):
-    with pytest.raises(SetupError, match="MEGARL_ENV"):
-        planned({"MEGARL_ENV": value})
+def test_sigusr1_before_the_driver_stops_the_launch(start):
+    job = start(barrier=READY + WAIT)
+    job.send(signal.SIGUSR1)
+    assert job.outcome() == (75, "stop", "told to stop before the driver started")
 
 
-def test_the_token_is_on_no_command_line():
-    text = planned().text()
-    assert "RAY_AUTH_TOKEN=(made here)" in text
-    assert text.count("RAY_AUTH_TOKEN") == 1
+def test_a_driver_that_does_not_answer_to_sigusr1_is_ended_in_time(start):
+    job = start(driver=f"trap '' USR1; {READY}{WAIT}", stop_within_s=-10.0)
+    job.send(signal.SIGUSR1)
+    code, cause, text = job.outcome()
+    assert (code, cause) == (75, "stop") and "was killed" in text
 
 
-def test_the_sockets_of_ray_fit_into_their_path_limit():
-    temporary = next(word for word in planned().head if word.startswith("--temporary=")).partition("=")[2]
-    session = "/session_2026-11-29_18-31-58_123456_1234567/sockets/plasma_store.1234567"
-    assert len(temporary + "ffff" + session) <= 107
+def test_a_signal_to_end_is_the_drivers_and_after_a_grace_the_launchers(start):
+    job = start(driver=f"trap '' INT TERM; {READY}{WAIT}")
+    job.send(signal.SIGTERM)
+    code, cause, text = job.outcome()
+    assert (code, cause) == (143, "cancel") and "SIGTERM" in text
 
 
-def test_slots_of_a_cpu_run_come_from_its_placement():
-    assert program(["train", "grpo_tiny"], 1).slots == 2
-    assert program(["train", "grpo_7b"], 1).slots is None
-
-
-def test_a_wrong_configuration_is_found_before_anything_else():
-    with pytest.raises(ConfigError, match=r"run\.steps"):
-        program(["train", "grpo_tiny", "run.stepz=1"], 1)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_script_renders_without_slurm(script):
-    variables = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MEGARL"))}
-    result = subprocess.run(
-        ["bash", str(script), "run.steps=30"],
-        env=variables | {"DRY_RUN": "1"}, cwd="/", capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines[-4:]] == ["1", "2", "3", "4"]
-    assert lines[-1].endswith("run.steps=30")
-
-
-# grpo_tiny is for trying out a cluster: its script asks for two nodes, its preset runs on one.
-@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.stem != "grpo_tiny"], ids=lambda path: path.stem)
-def test_every_script_asks_for_the_nodes_and_gpus_of_its_preset(script):
-    load = load_sft if script.stem.startswith("sft") else load_train
-    cluster, allocation = load(script.stem).config.cluster, from_script(script)
-    assert (len(allocation.nodes), allocation.gpus) == (cluster.num_nodes, cluster.gpus_per_node)
-    assert f"PRESET={script.stem}\n" in script.read_text()
-    assert allocation.job_name == script.stem
-
-
-def test_a_wrong_key_has_the_exit_code_of_the_configuration(capsys):
-    assert main(["--script", str(SCRIPTS[0]), "--dry-run", "train", "grpo_tiny", "run.stepz=3"]) == 2
-    assert "did you mean run.steps" in capsys.readouterr().err
-
-
-def test_outside_of_slurm_it_says_what_to_do(monkeypatch, capsys):
-    for name in [name for name in os.environ if name.startswith("SLURM")]:
-        monkeypatch.delenv(name)
-    assert main(["--script", "x.sh", "exec", "true"]) == SetupError.exit_code
-    assert "DRY_RUN=1" in capsys.readouterr().err
-
-
-def test_the_shell_part_is_thin():
-    assert all(len(Path(script).read_text().splitlines()) <= 25 for script in SCRIPTS)
+def test_a_cluster_that_does_not_come_up_says_what_the_barrier_said(start):
+    code, cause, text = start(barrier="echo 1 of 2 nodes did not join within 8 s: n2 >&2; exit 3").outcome()
+    assert (code, cause) == (3, "join")
+    assert text.startswith("1 of 2 nodes did not join within 8 s: n2 | do: ")
+    code, cause, text = start(barrier=WAIT, head="exit 9").outcome()
+    assert (code, cause) == (3, "join") and text.startswith("the head node: Ray ended before the cluster was up")

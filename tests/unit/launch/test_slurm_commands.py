@@ -66,3 +66,13 @@ def test_one_srun_covers_all_workers():
 
 def test_pyxis_enters_its_container():
     assert "--container-image=img.sqsh" in srun(["n1"], ["hostname"], cpus=1, log="x", container="img.sqsh")
+
+
+@pytest.mark.parametrize(
+    ("line", "lead"),
+    [("--signal=B:USR1@600", 600), ("--signal B:SIGUSR1@30", 30), ("--signal=USR1@600", None), ("", None)],
+)
+def test_the_lead_of_the_signal_is_the_scripts_own(tmp_path, line, lead):
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH {line}\n")
+    assert slurm.signal_lead_s(script) == lead
