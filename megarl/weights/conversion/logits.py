@@ -2,15 +2,11 @@
 
 The parameters are taken as they lie in the files (``linear_qkv`` interleaved by group, ``linear_fc1`` as gate and up of
 each rank) and never pass through the rules that wrote them: a wrong rule, which a round trip would undo, shows here.
-Needs torch, and transformers for the comparison. Llama-like dense models, and expert models with softmax routing.
-
-Formulas: RMSNorm (arXiv:1910.07467), rotary embeddings of halves (arXiv:2104.09864, as Llama's checkpoints have them),
-grouped-query attention (arXiv:2305.13245), SwiGLU (arXiv:2002.05202).
+Needs torch, and transformers for the comparison. Every family; critics are left out. ``forward.py`` computes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -20,12 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megarl.errors import CheckpointError
-from megarl.models.rules import NamingScheme
-from megarl.models.spec import ModelSpec, RopeScaling
 from megarl.weights.conversion.dist_view import dist_key
+from megarl.weights.conversion.forward import Parameters, forward
 from megarl.weights.conversion.source import Source
 from megarl.weights.files.arrays import TORCH_NAMES, Array
 from megarl.weights.files.legacy import read_legacy
@@ -33,9 +27,6 @@ from megarl.weights.files.torch_dist import DistCheckpoint, chunk_array, read_to
 
 TOLERANCE = 1e-4
 """Largest difference of a hidden state, relative to the largest entry of that layer's output, in float32."""
-
-Parameters = Callable[[str, int | None], list[Tensor]]
-"""A parameter by its name inside the layer (or the model) and its layer: a shard for each tensor-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +45,15 @@ def parameters_of(source: Source) -> Parameters:
     """Access to a Megatron checkpoint's parameters as they lie in the files.
 
     Raises:
-        CheckpointError: a Hugging Face directory, or a model whose forward pass is not here.
+        CheckpointError: a Hugging Face directory, a critic, or expert layers in the legacy format.
     """
-    spec = source.spec
-    routed = spec.moe is not None and (spec.moe.score != "softmax" or spec.moe.num_groups > 1)
-    if routed or spec.mla is not None or source.value_head:
-        raise CheckpointError(
-            f"logits of {spec.family} are not compared: latent attention, routing in groups and critics are left out",
-            fix="leave out --logits",
-        )
-    if spec.moe is not None and source.format != "torch_dist":
+    if source.value_head:
+        raise CheckpointError("a critic has no logits to compare", fix="leave out --logits")
+    if source.spec.moe is not None and source.format != "torch_dist":
         raise CheckpointError("logits of expert models are compared for torch_dist only", fix="reshard it first")
     if source.format == "torch_dist":
-        return _of_dist(read_torch_dist(source.directory), source.naming or "te")
+        maps_norms = source.naming == "local" and source.spec.mla is None
+        return _of_dist(read_torch_dist(source.directory), maps_norms)
     if source.format == "legacy":
         return _of_legacy(source)
     raise CheckpointError("a Hugging Face directory has no Megatron parameters to compute with")
@@ -78,12 +65,12 @@ def _tensor(array: Array) -> Tensor:
     return values
 
 
-def _of_dist(checkpoint: DistCheckpoint, naming: NamingScheme) -> Parameters:
+def _of_dist(checkpoint: DistCheckpoint, maps_norms: bool) -> Parameters:
     def read(name: str, layer: int | None) -> list[Tensor]:
         full = name if layer is None else f"decoder.layers.{layer}.{name}"
-        key, lead = dist_key(full, False, maps_norms=naming == "local")
+        key, lead = dist_key(full, False, maps_norms=maps_norms)
         if key not in checkpoint.tensors:
-            key, lead = dist_key(full, True, maps_norms=naming == "local")
+            key, lead = dist_key(full, True, maps_norms=maps_norms)
         tensor = checkpoint.tensors[key]
         out = torch.zeros(tensor.shape[len(lead) :])
         for chunk in tensor.chunks:
@@ -117,121 +104,6 @@ def _of_legacy(source: Source) -> Parameters:
         return [_tensor(shards[tp, stage, 0].arrays[prefix + full]) for tp in range(layout.tp)]
 
     return read
-
-
-def forward(spec: ModelSpec, naming: NamingScheme, read: Parameters, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Outputs of the embedding, of every layer and of the head, in float32.
-
-    Args:
-        spec: the model.
-        naming: of the parameters.
-        read: the parameters.
-        tokens: [S] int64, one sequence.
-
-    Yields:
-        name and output: [S, H] of the embedding and the layers, [S, V] of the head.
-    """
-    rows = torch.cat(read("embedding.word_embeddings.weight", None))
-    hidden = rows[tokens]
-    yield "embedding", hidden
-    angles = rotary_angles(spec, len(tokens))
-    fused = naming == "te"
-    first = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-    for layer in range(spec.num_layers):
-        normed = rms_norm(hidden, read(first, layer)[0], spec.rms_norm_eps)
-        hidden = hidden + attention(spec, read, layer, normed, angles)
-        is_routed = spec.has_experts(layer)
-        second = "mlp.linear_fc1.layer_norm_weight" if fused and not is_routed else "pre_mlp_layernorm.weight"
-        normed = rms_norm(hidden, read(second, layer)[0], spec.rms_norm_eps)
-        hidden = hidden + (experts(spec, read, layer, normed) if is_routed else feed_forward(read, layer, normed))
-        yield f"layer {layer}", hidden
-    hidden = rms_norm(hidden, read("decoder.final_layernorm.weight", None)[0], spec.rms_norm_eps)
-    head = rows if spec.tied_embeddings else torch.cat(read("output_layer.weight", None))
-    yield "logits", hidden @ head[: spec.vocab_size].T
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dim."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def attention(spec: ModelSpec, read: Parameters, layer: int, x: Tensor, angles: Tensor) -> Tensor:
-    """Causal grouped-query attention; every rank's heads in turn, their projections added up. [S, H] to [S, H]."""
-    weights = read("self_attention.linear_qkv.weight", layer)
-    biases: Sequence[Tensor | None] = [None] * len(weights)
-    if spec.qkv_bias:
-        biases = read("self_attention.linear_qkv.bias", layer)
-    outputs = read("self_attention.linear_proj.weight", layer)
-    per_group = spec.num_heads // spec.num_kv_heads
-    total = torch.zeros_like(x)
-    for weight, bias, output in zip(weights, biases, outputs, strict=True):
-        mixed = functional.linear(x, weight, bias).view(len(x), -1, per_group + 2, spec.head_dim)
-        query, key, value = mixed[:, :, :per_group], mixed[:, :, per_group], mixed[:, :, per_group + 1]
-        if spec.qk_norm:
-            query = rms_norm(query, read("self_attention.q_layernorm.weight", layer)[0], spec.rms_norm_eps)
-            key = rms_norm(key, read("self_attention.k_layernorm.weight", layer)[0], spec.rms_norm_eps)
-        query, key = rotate(query.permute(1, 2, 0, 3), angles), rotate(key.permute(1, 0, 2), angles)
-        scores = torch.einsum("gpsd,gtd->gpst", query, key) / math.sqrt(spec.head_dim)
-        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        mix = scores.masked_fill(mask, -torch.inf).softmax(-1)
-        context = torch.einsum("gpst,tgd->sgpd", mix, value).reshape(len(x), -1)
-        total = total + context @ output.T
-    return total
-
-
-def experts(spec: ModelSpec, read: Parameters, layer: int, x: Tensor) -> Tensor:
-    """Softmax routing to the top experts (arXiv:2401.04088), and the shared experts with their gate where there are."""
-    moe = spec.moe
-    assert moe is not None
-    scores = (x @ read("mlp.router.weight", layer)[0].T).softmax(-1)
-    weights, chosen = scores.topk(moe.top_k, dim=-1)
-    if moe.normalize_top_k:
-        weights = weights / weights.sum(-1, keepdim=True)
-    total = torch.zeros_like(x)
-    for expert in chosen.unique().tolist():
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        output = feed_forward(read, layer, x[token], f"mlp.experts.local_experts.{expert}.")
-        total.index_add_(0, token, moe.routed_scale * weights[token, place, None] * output)
-    if moe.shared_ffn_hidden_size:
-        shared = feed_forward(read, layer, x, "mlp.shared_experts.")
-        if moe.shared_gate:
-            shared = shared * (x @ read("mlp.shared_experts.gate_weight", layer)[0].T).sigmoid()
-        total = total + shared
-    return total
-
-
-def feed_forward(read: Parameters, layer: int, x: Tensor, module: str = "mlp.") -> Tensor:
-    """SwiGLU; every rank's rows in turn."""
-    total = torch.zeros_like(x)
-    weights = zip(read(module + "linear_fc1.weight", layer), read(module + "linear_fc2.weight", layer), strict=True)
-    for both, down in weights:
-        gate, up = (x @ both.T).chunk(2, dim=-1)
-        total = total + (functional.silu(gate) * up) @ down.T
-    return total
-
-
-def rotary_angles(spec: ModelSpec, length: int) -> Tensor:
-    """Angles [S, D / 2] of rotary embeddings, scaled as Llama 3.1 does where the model is."""
-    size = int(spec.head_dim * spec.rotary_fraction)
-    frequencies = spec.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-    scaling = spec.rope_scaling
-    if isinstance(scaling, RopeScaling):
-        wavelength = 2 * math.pi / frequencies
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        smooth = (scaling.original_max_position / wavelength - low) / (high - low)
-        frequencies = frequencies * (smooth.clamp(0, 1) + (1 - smooth.clamp(0, 1)) / scaling.factor)
-    elif scaling is not None:
-        raise CheckpointError(f"logits are not compared for {type(scaling).__name__}")
-    return (torch.arange(length, dtype=torch.float64)[:, None] * frequencies).float()
-
-
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary embedding of [..., S, D]: the first half of the rotated part with the second."""
-    size = 2 * angles.shape[1]
-    first, second = x[..., :size].chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([turned, x[..., size:]], dim=-1)
 
 
 @torch.no_grad()

@@ -184,6 +184,36 @@ def test_the_forward_pass_from_the_files_is_transformers(tmp_path, family, optio
         assert max(entry.relative for entry in found) < 1e-5
 
 
+LATENT = {
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+}
+GROUPS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+
+
 def expert_model(directory: Path, family: str) -> Path:
     """A tiny model of transformers' own, with random weights."""
     import transformers
@@ -216,16 +246,30 @@ def expert_model(directory: Path, family: str) -> Path:
             "shared_expert_intermediate_size": 28,
             "norm_topk_prob": False,
         },
+        "deepseek_v2": {**LATENT, **GROUPS, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+        "deepseek_v3": {**LATENT, **GROUPS, "norm_topk_prob": True, "rope_parameters": YARN},
+        "glm4_moe": {**GROUPS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True},
     }
-    classes = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe"}
+    classes = {
+        "mixtral": "Mixtral",
+        "qwen3_moe": "Qwen3Moe",
+        "qwen2_moe": "Qwen2Moe",
+        "deepseek_v2": "DeepseekV2",
+        "deepseek_v3": "DeepseekV3",
+        "glm4_moe": "Glm4Moe",
+    }
     torch.manual_seed(3)
-    config = getattr(transformers, f"{classes[family]}Config")(**sizes, **options[family])
-    getattr(transformers, f"{classes[family]}ForCausalLM")(config).save_pretrained(directory)
+    config = getattr(transformers, f"{classes[family]}Config")(**sizes | options[family])
+    model = getattr(transformers, f"{classes[family]}ForCausalLM")(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # zero in a new model
+            buffer.copy_(torch.rand_like(buffer))
+    model.save_pretrained(directory)
     return directory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"])
 def test_expert_models_compute_what_transformers_does(tmp_path, family):
     directory = expert_model(tmp_path / "hf", family)
     for naming in ("te", "local"):
