@@ -81,8 +81,8 @@ class SimulatedRanks:
         self._seconds = seconds
         self._speakers = set(speakers)
         generator = np.random.default_rng(1)
-        self._responses = [generator.integers(3, vocab_size, length).tolist() for length in lengths]
-        self._log_probs = [(-generator.random(length)).tolist() for length in lengths]
+        self._responses = [generator.integers(3, vocab_size, length, np.int32) for length in lengths]
+        self._log_probs = [-generator.random(length, np.float32) for length in lengths]
         self._version = 0
 
     async def _wait(self, method: str) -> None:
@@ -99,8 +99,8 @@ class SimulatedRanks:
 
     def _completion(self, seed: int) -> Completion:
         index = seed % len(self._responses)
-        # Copies: pickle would write a list that it has seen as a reference.
-        tokens, log_probs = list(self._responses[index]), [float(x) for x in self._log_probs[index]]
+        # Copies: pickle would write an array that it has seen as a reference.
+        tokens, log_probs = self._responses[index].copy(), self._log_probs[index].copy()
         return Completion(tokens, log_probs, "stop", (WeightSpan(self._version, 0, len(tokens)),))
 
     async def log_probs(self, rank: int, batch: Any, **options: Any) -> dict[str, Ragged] | None:

@@ -217,7 +217,7 @@ def _statistic(lr: Tensor, mask: Tensor, name: str) -> tuple[Tensor, bool]:
 def difference_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Metrics:
     """Mean and largest |rollout - train log-prob|: on the same weights, how far trainer and engine are apart.
 
-    Shapes: all [B, T].
+    Shapes: all the same, [B, T] or flat.
     """
     difference = select(response_mask, widen(rollout_log_probs) - widen(train_log_probs)).double().abs()
     count = int(response_mask.sum())
@@ -246,8 +246,9 @@ def gap_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mas
     train_ppl, rollout_ppl = -train.sum(-1) / length, -rollout.sum(-1) / length
     difference = train_ppl - rollout_ppl
     row_lr = lr.sum(-1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # All three are 0 where lr is, so off the mask too.
-    over_tokens = {"kl": -lr, "k3_kl": bounded.expm1() - bounded, "chi2_token": (2 * bounded).expm1()}
+    above_one = bounded.expm1()
+    # All three are 0 where lr is, so off the mask too; exp(2 lr) - 1 = (exp(lr) - 1) (exp(lr) + 1).
+    over_tokens = {"kl": -lr, "k3_kl": above_one - bounded, "chi2_token": above_one * (above_one + 2)}
     over_rows = {
         "chi2_seq": (2 * row_lr).expm1(),
         "training_log_ppl": train_ppl,

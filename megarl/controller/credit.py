@@ -136,4 +136,5 @@ def score_metrics(batch: Batch) -> Metrics:
 
 def mismatch_metrics(batch: Batch) -> Metrics:
     """How far the trainer's log-probs are from those of the engine that sampled, on the same weights."""
-    return difference_metrics(padded(batch, "old_log_probs"), padded(batch, "rollout_log_probs"), response_mask(batch))
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    return difference_metrics(*(batch.ragged(name).values for name in names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import torch
 
 from megarl.data.batch import Batch
@@ -27,7 +28,10 @@ class RewardRole:
 
         Metrics are the means of the components over the responses that are not ``is_greedy``.
         """
-        prompts = self.decode(batch, "prompts")
+        # One prompt for all responses of a group.
+        _, first, group = np.unique(batch.tensor("group_id").numpy(), return_index=True, return_inverse=True)
+        distinct = self.decode(batch.only("prompts").select(torch.from_numpy(first)), "prompts")
+        prompts = [distinct[number] for number in group.tolist()]
         responses = self.decode(batch, "responses")
         samples = [
             RewardInput(

@@ -51,7 +51,7 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
-        """Rows given as tensors [T_i, ...], or as sequences of numbers (then ``dtype`` is required)."""
+        """Rows given as tensors [T_i, ...], or as sequences or arrays of numbers (then ``dtype`` is required)."""
         if all(isinstance(row, Tensor) for row in rows):
             if not rows:
                 return cls(torch.empty(0, dtype=dtype), torch.empty(0, dtype=torch.int64))
@@ -60,7 +60,10 @@ class Ragged:
         if dtype is None:
             raise DataError("rows that are not tensors need a dtype")
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        flat = np.fromiter(chain.from_iterable(rows), _numpy_dtype(dtype), int(lengths.sum()))
+        if rows and all(isinstance(row, np.ndarray) for row in rows):
+            flat = np.concatenate(rows, dtype=_numpy_dtype(dtype))
+        else:
+            flat = np.fromiter(chain.from_iterable(rows), _numpy_dtype(dtype), int(lengths.sum()))
         return cls(torch.from_numpy(flat), torch.from_numpy(lengths))
 
     @classmethod
@@ -184,8 +187,9 @@ class Ragged:
         if isinstance(rows, range):
             start, stop = int(self.offsets[rows.start]), int(self.offsets[rows.stop])
             return Ragged(self.values[start:stop], self.lengths[rows.start : rows.stop])
-        views = self.rows()
-        return self._joined([views[row] for row in rows.tolist()], self.lengths[rows])
+        lengths = self.lengths[rows]
+        places = zip(self.offsets[rows].tolist(), lengths.tolist(), strict=True)
+        return self._joined([self.values[start : start + size] for start, size in places], lengths)
 
     def tail(self, lengths: Tensor) -> Ragged:
         """The last ``lengths`` [B] values of each row (a response inside its sequence)."""

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from megarl.rollout.sampling import Sampling
 from megarl.weights.region import Shape
@@ -23,6 +26,8 @@ from megarl.weights.row_sums import ALL, Share
 from megarl.weights.sync import InFlight, RankConnection, RankLayout, ReceiverReport
 
 FinishReason = Literal["stop", "length", "abort"]
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+LogProbs: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +58,19 @@ class WeightSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sampled response.
+    """One sampled response, in arrays: on its way to the driver a list would be pickled number by number.
 
     Args:
-        token_ids: the tokens, the one that stopped it included.
-        log_probs: of each token, see ``sampling``.
+        token_ids: [T] the tokens, the one that stopped it included.
+        log_probs: [T] of each token, see ``sampling``.
         finish_reason: stop (a stop token), length (max_tokens or the engine's limit), abort.
         weight_versions: spans that cover the tokens.
     """
 
-    token_ids: list[int]
-    log_probs: list[float]
+    token_ids: TokenIds
+    log_probs: LogProbs
     finish_reason: FinishReason
     weight_versions: tuple[WeightSpan, ...]
 

@@ -112,7 +112,7 @@ class Sampler:
         answers: dict[int, list[Completion]] = {}
         for (request, _), row, log_probs in zip(rows, tokens, columns["log_probs"].rows(), strict=True):
             span = (WeightSpan(0, 0, len(row)),)
-            done = Completion(row.tolist(), log_probs.tolist(), "stop", span)
+            done = Completion(row.to(torch.int32).numpy(), log_probs.float().numpy(), "stop", span)
             answers.setdefault(request.request_id, []).append(done)
         return Answer(list(answers.items()))
 

@@ -124,9 +124,23 @@ def session(
     )
 
 
-def sample(engine: EngineOnLoop, sampling: Sampling, n: int = 1, seed: int = 1) -> list[Completion]:
+@dataclass(frozen=True)
+class Sampled:
+    """A completion whose tokens and log-probs are lists, to be compared and searched."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    weight_versions: tuple[WeightSpan, ...]
+
+
+def sample(engine: EngineOnLoop, sampling: Sampling, n: int = 1, seed: int = 1) -> list[Sampled]:
+    completions: list[Completion]
     ((_, completions),) = engine.call("generate", [Request(0, PROMPT, seed)], sampling, n)
-    return completions
+    return [
+        Sampled(one.token_ids.tolist(), one.log_probs.tolist(), one.finish_reason, one.weight_versions)
+        for one in completions
+    ]
 
 
 def assert_greedy_equals(engine: EngineOnLoop, model: Model, version: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -127,16 +127,16 @@ def completion(output: CompletionOutput, request: Request) -> Completion:
     if reason not in get_args(FinishReason):
         raise _inconsistent(request, f"generation ended with reason {reason!r}")
     if reason == "abort" and not token_ids:
-        return Completion([], [], "abort", ())
+        return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", ())
     if flat is None or flat.token_ids != token_ids:
         raise _inconsistent(request, "log-probs are not those of the sampled tokens")
-    log_probs = list(flat.logprobs)
-    if not all(map(math.isfinite, log_probs)):
+    log_probs = np.array(flat.logprobs, np.float32)
+    if not np.isfinite(log_probs).all():
         raise _inconsistent(request, "a log-prob is not finite: the engine's weights or activations overflowed")
     spans = tuple(WeightSpan(_version(span.version), span.start, span.end) for span in output.weight_versions or ())
     if sum(span.end - span.start for span in spans) != len(token_ids):
         raise _inconsistent(request, f"weight versions {spans} do not cover {len(token_ids)} tokens")
-    return Completion(token_ids, log_probs, cast(FinishReason, reason), spans)
+    return Completion(np.array(token_ids, np.int32), log_probs, cast(FinishReason, reason), spans)
 
 
 def check_requests(

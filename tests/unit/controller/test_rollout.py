@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,7 +47,7 @@ class Engine:
 
 
 def _completion(*token_ids: int) -> Completion:
-    return Completion(list(token_ids), [-1.0, -1.0], "stop", (WeightSpan(4, 0, 2),))
+    return Completion(np.array(token_ids, np.int32), np.full(2, -1, np.float32), "stop", (WeightSpan(4, 0, 2),))
 
 
 class Watch:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megarl.errors import RolloutError
@@ -51,7 +52,7 @@ def test_two_requests_with_one_id_are_refused():
 
 def test_a_greedy_request_has_one_sample():
     parts = [[request(0), Request(1, [3], seed=0, is_greedy=True)]]
-    done = Completion([1], [-0.5], "stop", (WeightSpan(0, 0, 1),))
+    done = Completion(np.array([1], np.int32), np.array([-0.5], np.float32), "stop", (WeightSpan(0, 0, 1),))
     assert collect(parts, [[(0, [done, done]), (1, [done])]], n=2) == {0: [done, done], 1: [done]}
     with pytest.raises(RolloutError, match="request 1 has 2 samples, expected 1"):
         collect(parts, [[(0, [done, done]), (1, [done, done])]], n=2)
@@ -59,7 +60,7 @@ def test_a_greedy_request_has_one_sample():
 
 def test_a_replica_that_answers_something_else_is_named():
     parts = [[request(0)], [request(1)]]
-    done = Completion([1], [-0.5], "stop", (WeightSpan(0, 0, 1),))
+    done = Completion(np.array([1], np.int32), np.array([-0.5], np.float32), "stop", (WeightSpan(0, 0, 1),))
     assert collect(parts, [[(0, [done])], [(1, [done])]], n=1) == {0: [done], 1: [done]}
     with pytest.raises(RolloutError, match=r"replica 1"):
         collect(parts, [[(0, [done])], []], n=1)
