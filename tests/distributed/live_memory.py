@@ -29,12 +29,18 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_iter((args, kwargs)):  # what was alive before is no news
             if isinstance(value, torch.Tensor):
-                self._seen.add(value.untyped_storage()._cdata)
+                self._pass_over(value.untyped_storage())
         result = function(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._count(value.untyped_storage())
         return result
+
+    def _pass_over(self, storage: torch.UntypedStorage) -> None:
+        if (identity := storage._cdata) not in self._seen:
+            self._seen.add(identity)
+            # Its address may be given to another one once it is free.
+            weakref.finalize(storage, self._seen.discard, identity)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         identity = storage._cdata
