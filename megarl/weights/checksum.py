@@ -212,8 +212,9 @@ def _word_keys(first: int, count: int, device: torch.device) -> Tensor:
 
 def _group_keys(groups: range, outer: tuple[int, ...], device: torch.device) -> Tensor:
     """Factors of groups of rows."""
-    if not outer and groups.step == 1:
-        return _range_keys(groups.start, groups.stop, ROW_SEED, device)
+    if not outer:
+        # One table, since on a device every operation that makes keys costs as much as a copy.
+        return _range_keys(0, 1 << groups.stop.bit_length(), ROW_SEED, device)[groups.start : groups.stop : groups.step]
     index = torch.arange(groups.start, groups.stop, groups.step, dtype=torch.int64, device=device)
     return _keys(index + _signed(outer_index(outer)), ROW_SEED)
 

@@ -120,7 +120,7 @@ class Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(300)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

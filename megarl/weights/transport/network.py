@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -25,9 +26,16 @@ _POLL_S = 0.0002
 # Time for the failure that made a connection break to reach the board, which names it better.
 _REPORT_GRACE_S = 0.5
 
-# Dropping a gloo group with a transfer in flight would block until that transfer times out. Such groups of failed
-# sessions are kept: a thread and some sockets each, in a process that is about to heal or to end.
-_ABANDONED: list[Any] = []
+
+def _abandon(*held: Any) -> None:
+    """Keep objects beyond the end of the interpreter.
+
+    Dropping a gloo group with a transfer in flight would block until that transfer times out, and at the interpreter's
+    end it would abort the process. Such groups of failed sessions stay, with the store they use: a thread and some
+    sockets each, in a process that is about to heal or to end.
+    """
+    for one in held:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 class Transfer:
@@ -100,7 +108,7 @@ class Network:
         if self._waiter is not None:
             self._waiter.put(None)
         if self._pending:
-            _ABANDONED.append((self._group, self._board))
+            _abandon(self._group, self._board.store)
         del self._group
 
     def _started(self, work: Any) -> Transfer:
