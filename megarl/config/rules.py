@@ -50,6 +50,16 @@ def sequence_parallel_needs_tp(config: AnyConfig) -> Iterator[Breach]:
             yield Breach((f"{role}.layout.sequence_parallel", f"{role}.layout.tp"), "tp > 1 with sequence_parallel")
 
 
+def experts_divide_a_stage(config: AnyConfig) -> Iterator[Breach]:
+    """Experts are shared out over the tensor- and data-parallel ranks of a stage, in groups of ep * etp."""
+    for role, part in _trained(config):
+        layout = part.layout
+        ranks = layout.world_size // layout.pp
+        if ranks % (layout.ep * layout.etp):
+            keys = tuple(f"{role}.layout.{axis}" for axis in ("ep", "etp", "tp", "dp"))
+            yield Breach(keys, f"ep * etp dividing the {ranks} ranks of a pipeline stage")
+
+
 def uneven_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
     """Layers of a first or last stage mean something with two stages or more."""
     for role, part in _trained(config):
@@ -253,6 +263,7 @@ def evaluation_needs_data(config: SftConfig) -> Iterator[Breach]:
 
 COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     sequence_parallel_needs_tp,
+    experts_divide_a_stage,
     uneven_stages_need_pipeline,
     decay_has_an_end,
     microbatch_holds_longest_sequence,

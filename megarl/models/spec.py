@@ -67,6 +67,19 @@ class MixtureOfExperts:
     top_groups: int = 1
     aux_loss_coef: float = 0.0
 
+    @property
+    def not_trained(self) -> str | None:
+        """What of the router Megatron-Core's is not, or megarl does not train yet."""
+        if self.num_groups > 1:
+            return "routing within groups of experts"
+        if self.expert_bias:
+            return "a bias that chooses experts"
+        if self.score == "softmax" and self.normalize_top_k and self.top_k == 1:
+            return "a router whose only chosen expert has the weight 1, whatever it scores,"
+        if self.score == "sigmoid" and not self.normalize_top_k and self.top_k > 1:
+            return "a router whose sigmoid scores are not divided by their sum"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
@@ -134,6 +147,16 @@ class ModelSpec:
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
+    def split_rows(self) -> dict[str, int]:
+        """What tensor parallelism divides, by name: heads, and rows of dense layers and shared experts if any."""
+        rows = {"attention heads": self.num_heads, "key-value heads": self.num_kv_heads}
+        if self.num_expert_layers < self.num_layers:
+            rows["feed-forward rows"] = self.ffn_hidden_size
+        if self.moe is not None and self.moe.shared_ffn_hidden_size:
+            rows["rows of the shared experts"] = self.moe.shared_ffn_hidden_size
+        return rows
+
+    @property
     def num_expert_layers(self) -> int:
         """Layers that are a mixture of experts."""
         return 0 if self.moe is None else self.num_layers - len(self.moe.dense_layers)
@@ -143,8 +166,8 @@ class ModelSpec:
         """What of the model megarl's training engine cannot build yet; its weights can be planned and converted."""
         if self.mla is not None:
             return "multi-head latent attention"
-        if self.moe is not None:
-            return "a mixture of experts"
+        if self.moe is not None and self.moe.not_trained is not None:
+            return self.moe.not_trained
         if self.rotary_fraction != 1 or isinstance(self.rope_scaling, YarnScaling):
             return "partial rotary embeddings or YaRN"
         return None

@@ -45,6 +45,36 @@ CHAT_TEMPLATE = (
 """``<|user|>question<|assistant|>answer<eos>``; the generation block marks what an assistant-token mask covers."""
 
 
+# Experts are narrower than a dense layer, as in the real families; Mixtral's have its only feed-forward size.
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 160,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "qkv_bias": True,
+        "output_router_logits": False,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "output_router_logits": False,
+    },
+}
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *_EXPERTS)
+"""Families that a tiny model can be of."""
+
+
 def tokenizer_size() -> int:
     """Tokens of the character tokenizer."""
     return len(SPECIAL_TOKENS) + NUM_BYTES
@@ -68,7 +98,7 @@ def tiny_config(
     """A Hugging Face configuration of a small model of a family, as transformers 5 writes it.
 
     Args:
-        family: ``llama``, ``mistral``, ``qwen2`` or ``qwen3``.
+        family: one of ``FAMILIES``; those with experts have four a layer, two of them chosen, unless ``options`` say.
         vocab_size: rows of the embedding; None is the tokenizer's size.
         hidden_size: and the sizes below, as in the configuration.
         intermediate_size: rows of the gate and up projections.
@@ -108,19 +138,19 @@ def tiny_config(
         "dtype": "float32",
         "use_cache": True,
     }
-    if family == "qwen2":
+    if family in ("qwen2", "qwen2_moe"):
         if head_dim * num_attention_heads != hidden_size:
             raise ModelError(
-                f"qwen2 has no head_dim of its own: {num_attention_heads} heads of {head_dim} are not {hidden_size}"
+                f"{family} has no head_dim of its own: {num_attention_heads} heads of {head_dim} are not {hidden_size}"
             )
         config["use_sliding_window"] = False
     else:
         config["head_dim"] = head_dim
-    if family == "qwen3":
+    if family in ("qwen3", "qwen2_moe", "qwen3_moe"):
         config["use_sliding_window"] = False
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         config["sliding_window"] = None
-    config.update(options)
+    config |= _EXPERTS.get(family, {}) | options
     spec_from_config(config, where="tiny_config")
     return config
 
@@ -194,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command: writes a tiny model's directory."""
     parser = argparse.ArgumentParser(prog="python -m megarl.models.tiny", description=main.__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--family", default="qwen2", choices=("llama", "mistral", "qwen2", "qwen3"))
+    parser.add_argument("--family", default="qwen2", choices=FAMILIES)
     parser.add_argument("--vocab", type=int, default=None, help="embedding rows (default: the tokenizer's size)")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--ffn", type=int, default=352)

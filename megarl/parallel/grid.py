@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -172,13 +172,9 @@ class ParallelLayout:
         multiple = self.vocab_rows_multiple * self.tp
         return -(-vocab_size // multiple) * multiple
 
-    def check_heads(self, num_heads: int, num_kv_heads: int, ffn_hidden_size: int) -> None:
-        """Raises LayoutError when attention heads, KV heads or the feed-forward size do not divide by tp."""
-        for what, size in (
-            ("attention heads", num_heads),
-            ("key-value heads", num_kv_heads),
-            ("feed-forward rows", ffn_hidden_size),
-        ):
+    def check_split(self, sizes: Mapping[str, int]) -> None:
+        """Raises LayoutError when something that tensor parallelism divides, by name, does not divide by tp."""
+        for what, size in sizes.items():
             if size % self.tp:
                 raise LayoutError(f"{size} {what} do not divide by tp={self.tp}", fix=f"choose tp that divides {size}")
 

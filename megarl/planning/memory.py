@@ -32,6 +32,8 @@ WEIGHT_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4}
 # starts at a multiple of 64 elements and a bucket ends at a multiple of lcm(dp, 128).
 _PARAM_START, _BUCKET_END = 64, 128
 _F32 = 4
+ROUTER_TENSORS = 4
+"""Of a token's scores of all experts, that the router keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +147,17 @@ def state_bytes(
     data-parallel rank keeps its equal part of the padded buffer, the gaps in it counted as if they had state; gradient
     buffers are whole on every rank.
     """
-    sizes, head = _parameter_sizes(spec, replace(layout, dp=1), stage, value_head)
-    buffers = [(sizes, WEIGHT_BYTES[dtype])]
+    sizes, experts, head = _parameter_sizes(spec, layout, stage, value_head)
+    width, ranks = WEIGHT_BYTES[dtype], layout.dp * layout.cp
+    buffers = [(sizes, width, ranks), (experts, width, layout.expert_dp)]
     if head:
-        buffers = [(sizes + head, _F32)] if dtype == "float32" else [*buffers, (head, _F32)]
-    buffers = [(members, width) for members, width in buffers if members]
+        # A value head is float32: beside weights of that dtype it stands in their buffer.
+        buffers = [(sizes + head, _F32, ranks), *buffers[1:]] if dtype == "float32" else [*buffers, (head, _F32, ranks)]
+    buffers = [buffer for buffer in buffers if buffer[0]]
     if not trained:
-        return StateBytes(sum(width * sum(members) for members, width in buffers))
+        return StateBytes(sum(width * sum(members) for members, width, _ in buffers))
     weights = gradients = optimizer = 0
-    dp = layout.dp * layout.cp
-    for members, width in buffers:
+    for members, width, dp in buffers:
         numel = _padded(members, dp) if distributed else sum(members)
         weights += width * numel
         gradients += _F32 * numel
@@ -165,15 +168,27 @@ def state_bytes(
     return StateBytes(weights, gradients, optimizer)
 
 
-@lru_cache(maxsize=1024)
 def _parameter_sizes(
     spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements of each parameter of a rank, those of a value head apart: it is float32 whatever the model's dtype."""
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Elements of each parameter of a rank; experts that have buffers of their own, and a value head, apart."""
+    if spec.moe is None:
+        layout = replace(layout, dp=1)  # one entry of the cache for all of them
+    return _cached_sizes(spec, layout, stage, value_head)
+
+
+@lru_cache(maxsize=1024)
+def _cached_sizes(
+    spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     shapes = parameter_shapes(megatron_regions(spec, layout, Coordinate(pp=stage), value_head=value_head))
-    heads = {"output_layer.weight"} if value_head else set()
-    sizes = tuple(math.prod(shape) for name, shape in shapes.items() if name not in heads)
-    return sizes, tuple(math.prod(shape) for name, shape in shapes.items() if name in heads)
+    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for name, shape in shapes.items():
+        # Experts are reduced over other ranks than the rest (train/megatron/experts.py).
+        is_apart = ".mlp.experts." in name
+        is_head = value_head and name == "output_layer.weight"
+        parts[2 if is_head else 1 if is_apart else 0].append(math.prod(shape))
+    return tuple(parts[0]), tuple(parts[1]), tuple(parts[2])
 
 
 def _padded(sizes: Sequence[int], dp: int) -> int:
@@ -207,36 +222,40 @@ class Activations:
         The peak is where the forward pass ends, with the head's tensors, or in the backward pass of a layer that has
         been computed again, without them.
         """
-        num_layers = len(self.layout.layers_of_stage(self.spec.num_layers, stage))
+        kinds = [self.spec.has_experts(layer) for layer in self.layout.layers_of_stage(self.spec.num_layers, stage)]
         in_flight = max(1, min(self.layout.pp - stage, num_microbatches))
         boundary = self._hidden() * self._width
-        kept = num_layers * (boundary if recompute == "full" else self.layer_bytes(recompute))
+        kept = sum(boundary if recompute == "full" else self.layer_bytes(recompute, experts=kind) for kind in kinds)
         held = tokens * (in_flight * kept + (2 * boundary if self.layout.pp > 1 else 0.0))
         is_last = stage == self.layout.pp - 1
         end = tokens * self._end_bytes() + self._head(chunk_tokens, trained=True) if is_last else 0.0
-        again = tokens * (self.layer_bytes("none") + self._gradient_bytes()) if recompute == "full" else 0.0
+        again = 0.0
+        if recompute == "full":
+            again = tokens * (max(self.layer_bytes("none", experts=kind) for kind in kinds) + self._gradient_bytes())
         return round(held + max(end, again + self._weight_gradient()))
 
     def inference(self, tokens: int, *, stage: int, chunk_tokens: int) -> int:
         """Peak of a pass without gradients, in bytes, above the weights."""
-        query, key, ffn = self._sizes()
+        query, key, _ = self._sizes()
         hidden = self._hidden()
+        ffn = max(self._visiting() if kind else self._feed_forward(experts=False) for kind in self._kinds)
         if self.layers == "local":
-            working = max(5 * ffn + 4 * hidden, 3 * (query + 2 * key) + 4 * hidden)
+            working = max(ffn + 4 * hidden, 3 * (query + 2 * key) + 4 * hidden)
         else:
-            working = max(3 * ffn, 2 * (query + 2 * key)) + 2 * hidden + self.spec.hidden_size
+            working = max(ffn, 2 * (query + 2 * key)) + 2 * hidden + self.spec.hidden_size
         is_last = stage == self.layout.pp - 1
         end = tokens * hidden * self._width + self._head(chunk_tokens, trained=False) if is_last else 0.0
         return round(max(tokens * working * self._width, end))
 
-    def layer_bytes(self, recompute: str) -> float:
+    def layer_bytes(self, recompute: str, *, experts: bool = False) -> float:
         """What one layer keeps of one token for its backward pass; ``recompute`` is none or selective."""
-        query, key, ffn = self._sizes()
+        query, key, _ = self._sizes()
+        ffn = self._feed_forward(experts=experts)
         hidden, width, heads = self._hidden(), self._width, self.spec.num_heads / self.layout.tp
         norms = query + key if self.spec.qk_norm else 0
         if self.layers == "transformer_engine":
             # Input and output of both norms; queries, keys, values and their result; gate and up, and their product.
-            return width * (4 * hidden + 2 * query + 2 * key + norms + 3 * ffn) + _F32 * (
+            return width * (4 * hidden + 2 * query + 2 * key + norms + ffn) + _F32 * (
                 heads + 2 * hidden / self.spec.hidden_size
             )
         rotary = 4 * self.spec.head_dim * width
@@ -245,13 +264,49 @@ class Activations:
             # Each norm keeps its input, the normalised and the result. Values are a view of the whole of query, key
             # and value, so that is kept beside rotated queries, rotated keys and the result of attention. The gate's
             # halves, its activation, the shifted up projection and their product: five times the rows.
-            elements = 6 * hidden + 3 * query + 3 * key + 3 * norms + 5 * ffn
+            elements = 6 * hidden + 3 * query + 3 * key + 3 * norms + ffn
             return _F32 * elements + rotary + statistics
         # The norm's input and the normalised are float32, as are queries, keys, values and the result in attention.
-        halves = width * (2 * hidden + query + norms + 5 * ffn) + _F32 * (4 * hidden + 2 * norms)
+        halves = width * (2 * hidden + query + norms + ffn) + _F32 * (4 * hidden + 2 * norms)
         # Recomputed, attention keeps what went into it in bfloat16: rotated queries and keys, and values as above.
         attention = width * (2 * query + 3 * key) if recompute == "selective" else _F32 * (2 * query + 2 * key)
         return halves + attention + rotary + statistics
+
+    def _feed_forward(self, *, experts: bool) -> float:
+        """Elements that one token leaves in the feed-forward part of a layer, beside the norm and its own result.
+
+        Of a gated projection five times its rows in Megatron-Core's layers and three in Transformer Engine's. A token
+        visits ``top_k`` experts, each with a copy of it; there its product with the router's weight is one more.
+        Experts are taken to be visited alike.
+        """
+        rows = 5 if self.layers == "local" else 3
+        moe = self.spec.moe
+        if not experts or moe is None:
+            return rows * self._sizes()[2]
+        # Under sequence parallelism a rank routes its own tokens only.
+        share = 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
+        routed = moe.top_k * (self.layout.etp * self.spec.hidden_size + (rows + 1) * moe.ffn_hidden_size)
+        shared = rows * moe.shared_ffn_hidden_size / self.layout.tp + (self._hidden() if moe.shared_gate else 0.0)
+        return share * (routed + ROUTER_TENSORS * moe.num_experts) + shared
+
+    def _visiting(self) -> float:
+        """Elements of one token alive in a layer with experts in a pass without gradients.
+
+        Tokens are sorted by expert, sent and brought back, hence copied three times, five where an expert's parts
+        gather them; experts run one after another, or together with Transformer Engine.
+        """
+        moe = self.spec.moe
+        if moe is None:
+            return 0.0
+        share = 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
+        rows = 6 * self.layout.ep / moe.num_experts if self.layers == "local" else 3
+        copies = 3 if self.layout.etp == 1 else 5
+        return share * moe.top_k * (copies * self.layout.etp * self.spec.hidden_size + rows * moe.ffn_hidden_size)
+
+    @property
+    def _kinds(self) -> set[bool]:
+        """Whether layers of the model have experts; both, where some have."""
+        return {self.spec.has_experts(layer) for layer in range(self.spec.num_layers)}
 
     @property
     def _width(self) -> int:
@@ -268,7 +323,8 @@ class Activations:
 
     def _gradient_bytes(self) -> float:
         """Gradients alive in the backward pass of a layer, per token: of gate and up, and of the hidden states."""
-        return self._width * (2 * self._sizes()[2] + 1.5 * self._hidden())
+        rows = max(self._feed_forward(experts=kind) for kind in self._kinds) / (5 if self.layers == "local" else 3)
+        return self._width * (2 * rows + 1.5 * self._hidden())
 
     def _end_bytes(self) -> float:
         """The final norm's tensors and the hidden states that the head reads, per token."""
@@ -287,7 +343,10 @@ class Activations:
 
     def _weight_gradient(self) -> int:
         """The largest weight's gradient before it is added to the buffer, in the weights' dtype."""
-        return 2 * self.spec.hidden_size * round(self._sizes()[2]) * self._width
+        moe, rows = self.spec.moe, self._sizes()[2] if False in self._kinds else 0.0
+        if moe is not None:
+            rows = max(rows, moe.ffn_hidden_size / self.layout.etp, moe.shared_ffn_hidden_size / self.layout.tp)
+        return 2 * self.spec.hidden_size * round(rows) * self._width
 
 
 @lru_cache(maxsize=64)

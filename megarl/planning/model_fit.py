@@ -56,20 +56,17 @@ def _model(key: str, expected: str, found: object, fix: str) -> Finding:
 def _training(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Finding]:
     if spec.not_trained is not None:
         key = "model.path" if role == "actor" else f"{role}.path"
-        fix = "use a dense model; `megarl plan sync` and the converters take this one"
+        fix = "use another model; `megarl plan sync` and the converters take this one"
         yield _model(key, f"a model that megarl trains, which {spec.not_trained} is not yet", spec.family, fix)
     # Key-value heads are whole on a training rank: Megatron-Core 0.16 refuses anything else.
-    sizes = {
-        "attention heads": spec.num_heads,
-        "key-value heads": spec.num_kv_heads,
-        "feed-forward rows": spec.ffn_hidden_size,
-    }
+    sizes = spec.split_rows
     allowed = [tp for tp in range(1, spec.num_kv_heads + 1) if all(size % tp == 0 for size in sizes.values())]
     key = f"{role}.layout.tp"
     for what, count in sizes.items():
         if count % layout.tp:
             yield _model(key, f"a divisor of the model's {count} {what}", layout.tp, f"set {key} to {_one_of(allowed)}")
     yield from _stages(role, layout, spec)
+    yield from _experts(role, layout, spec)
     padded = ParallelLayout(tp=layout.tp).padded_vocab_size(spec.vocab_size)
     if padded > (1 + MOST_VOCABULARY_PADDING) * spec.vocab_size:
         problem = f"the vocabulary of {spec.vocab_size} is padded to {padded} rows for tp={layout.tp}"
@@ -90,13 +87,34 @@ def _stages(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Findin
         yield _model(f"{role}.layout.pp", f"even stages of the model's {spec.num_layers} layers", error.problem, fix)
 
 
+def _experts(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Finding]:
+    key = f"{role}.layout"
+    if spec.moe is None:
+        for axis in ("ep", "etp"):
+            if (degree := getattr(layout, axis)) > 1:
+                expected = f"1 for {spec.family}, which has no experts"
+                yield _model(f"{key}.{axis}", expected, degree, f"set {key}.{axis} to 1")
+        return
+    if layout.tp > 1 and not layout.sequence_parallel:
+        expected = "true for experts with tensor parallelism"
+        yield _model(f"{key}.sequence_parallel", expected, "false", f"set {key}.sequence_parallel=true")
+    for axis, what, size in (
+        ("ep", "experts of a layer", spec.moe.num_experts),
+        ("etp", "rows of an expert", spec.moe.ffn_hidden_size),
+    ):
+        if size % (degree := getattr(layout, axis)):
+            fix = f"set {key}.{axis} to {_one_of([d for d in range(1, min(size, 64) + 1) if size % d == 0])}"
+            yield _model(f"{key}.{axis}", f"a divisor of the model's {size} {what}", degree, fix)
+
+
 def _engine(tp: int, spec: ModelSpec) -> Iterator[Finding]:
     # vLLM copies a key-value head to several ranks where there are fewer heads than ranks.
+    rows = spec.ffn_hidden_size if spec.moe is None else spec.moe.ffn_hidden_size
     allowed = [
         degree
         for degree in range(1, spec.num_heads + 1)
         if spec.num_heads % degree == 0
-        and spec.ffn_hidden_size % degree == 0
+        and rows % degree == 0
         and (spec.num_kv_heads % degree == 0 or degree % spec.num_kv_heads == 0)
     ]
     fix = f"set rollout.tp to {_one_of(allowed)}"
@@ -105,8 +123,9 @@ def _engine(tp: int, spec: ModelSpec) -> Iterator[Finding]:
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         expected = f"a divisor or a multiple of the model's {spec.num_kv_heads} key-value heads"
         yield _model("rollout.tp", expected, tp, fix)
-    if spec.ffn_hidden_size % tp:
-        yield _model("rollout.tp", f"a divisor of the model's {spec.ffn_hidden_size} feed-forward rows", tp, fix)
+    if rows % tp:
+        what = "feed-forward rows" if spec.moe is None else "rows of an expert"
+        yield _model("rollout.tp", f"a divisor of the model's {rows} {what}", tp, fix)
 
 
 def _positions(config: TrainConfig | SftConfig, spec: ModelSpec) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from megarl.planning.step_time import Placement, StepTime, Workload, step_time
 ROOM = 0.95
 """Of a device's memory that a phase may take."""
 DEGREES = (1, 2, 4, 8)
+EXPERT_DEGREES = (1, 2, 4, 8, 16, 32, 64)
 MOST_STAGES = 16
 SPLIT_SHARES = (0.25, 0.5, 0.75)
 """Of the nodes that train where roles are split."""
@@ -49,8 +50,9 @@ class Candidate:
         layout, place = self.placement.layout, self.placement
         mode = "colocated" if place.colocated else "one step off" if place.one_step_off else "split"
         phase, size = self.fullest
+        ep = f" ep{layout.ep}" if layout.ep > 1 else ""
         return (
-            f"{self.time.step_s:>8.1f} s  {mode:<12} actor tp{layout.tp} pp{layout.pp} dp{layout.dp} "
+            f"{self.time.step_s:>8.1f} s  {mode:<12} actor tp{layout.tp} pp{layout.pp} dp{layout.dp}{ep} "
             f"recompute {place.recompute:<5} engines {place.replicas} x tp{place.rollout_tp}  "
             f"{size / GIB:.0f} of {gpu.memory_bytes / GIB:.0f} GiB in {phase}"
         )
@@ -187,14 +189,17 @@ def _candidates(
             if one_step_off:
                 splits.append((training, num_gpus - training, "split", True))
     stages = [pp for pp in range(1, MOST_STAGES + 1) if spec.num_layers % pp == 0]
-    for (training, rollout, mode, off), tp, pp, engine_tp, recompute in product(
-        splits, DEGREES, stages, DEGREES, ("none", "full")
+    dealt = [1] if spec.moe is None else [ep for ep in EXPERT_DEGREES if spec.moe.num_experts % ep == 0]
+    for (training, rollout, mode, off), tp, pp, ep, engine_tp, recompute in product(
+        splits, DEGREES, stages, dealt, DEGREES, ("none", "full")
     ):
         if training % (tp * pp) or rollout % engine_tp or max(tp, engine_tp) > per_node:
             continue
+        if training // pp % (ep * config.actor.layout.etp):
+            continue
         layout = config.actor.layout.model_copy(
             update={
-                "tp": tp, "pp": pp, "dp": training // (tp * pp), "sequence_parallel": tp > 1,
+                "tp": tp, "pp": pp, "dp": training // (tp * pp), "ep": ep, "sequence_parallel": tp > 1,
                 "num_layers_in_first_stage": None, "num_layers_in_last_stage": None,
             }
         )  # fmt: skip
@@ -230,6 +235,7 @@ def _overrides(config: TrainConfig) -> tuple[str, ...]:
         "actor.layout.tp": layout.tp,
         "actor.layout.pp": layout.pp,
         "actor.layout.dp": layout.dp,
+        "actor.layout.ep": layout.ep,
         "actor.layout.sequence_parallel": str(layout.sequence_parallel).lower(),
         "actor.engine.recompute": config.actor.engine.recompute,
         "actor.engine.offload": str(config.actor.engine.offload).lower(),

@@ -289,6 +289,13 @@ def _pipeline_s(
         )
         moved = 2 * (layout.tp - 1) / layout.tp * each * spec.hidden_size * 2
         slot += layers * transfers * 2 * (moved / link + ALL_REDUCE_S)
+    if spec.moe is not None and layout.ep > 1:
+        # Out and back; each rank sends its own tokens to top_k experts, most of them on other ranks.
+        is_inside = layout.ep * layout.etp <= place.gpus_per_node
+        link = gpu.link_bytes_per_s * LINK_SHARE if is_inside else gpu.network_bytes_per_s * NETWORK_SHARE
+        visits = spec.moe.top_k * (layout.ep - 1) / layout.ep * each / layout.tp
+        share = spec.num_expert_layers / spec.num_layers
+        slot += layers * share * transfers * 2 * (visits * spec.hidden_size * 2 / link + ALL_REDUCE_S)
     if layout.pp > 1:
         crosses = layout.tp * layout.dp >= place.gpus_per_node
         link = gpu.network_bytes_per_s * NETWORK_SHARE if crosses else gpu.link_bytes_per_s * LINK_SHARE
@@ -297,24 +304,36 @@ def _pipeline_s(
     return (count + layout.pp - 1) * slot
 
 
-def _rank_parameters(spec: ModelSpec, layout: ParallelLayout) -> float:
-    return spec.num_parameters() / (layout.tp * layout.pp)
+def _rank_parameters(spec: ModelSpec, layout: ParallelLayout) -> tuple[float, float]:
+    """Parameters of a rank: those outside of experts, and those of its experts."""
+    moe = spec.moe
+    experts = (
+        0 if moe is None else spec.num_expert_layers * moe.num_experts * 3 * spec.hidden_size * moe.ffn_hidden_size
+    )
+    return (
+        (spec.num_parameters() - experts) / (layout.tp * layout.pp),
+        experts / (layout.ep * layout.etp * layout.pp),
+    )
 
 
 def _reduce_s(spec: ModelSpec, gpu: Gpu, place: Placement) -> float:
-    """Float32 gradients reduce-scattered, bfloat16 weights gathered over data-parallel ranks."""
-    dp = place.layout.dp
-    if dp == 1:
-        return 0.0
-    crosses = place.layout.tp * dp > place.gpus_per_node
+    """Float32 gradients reduce-scattered, bfloat16 weights gathered over the replicas of a shard."""
+    layout = place.layout
+    crosses = layout.tp * layout.dp > place.gpus_per_node
     link = gpu.network_bytes_per_s * NETWORK_SHARE if crosses else gpu.link_bytes_per_s * LINK_SHARE
-    return _rank_parameters(spec, place.layout) * (4 + 2) * (dp - 1) / dp / link
+    parameters, replicas = _rank_parameters(spec, layout), (layout.dp, layout.expert_dp)
+    return sum(own * (4 + 2) * (dp - 1) / dp / link for own, dp in zip(parameters, replicas, strict=True))
 
 
 def _optimizer_s(spec: ModelSpec, gpu: Gpu, place: Placement) -> float:
     """Adam reads gradient, master weight and two moments and writes the last three and the weight, four bytes each."""
-    bytes_moved = _rank_parameters(spec, place.layout) / place.layout.dp * 8 * 4
-    return bytes_moved / (gpu.memory_bytes_per_s * MEMORY_SHARE)
+    return _sharded(spec, place.layout) * 8 * 4 / (gpu.memory_bytes_per_s * MEMORY_SHARE)
+
+
+def _sharded(spec: ModelSpec, layout: ParallelLayout) -> float:
+    """Parameters whose optimizer state a rank holds."""
+    outside, experts = _rank_parameters(spec, layout)
+    return outside / layout.dp + experts / layout.expert_dp
 
 
 # Weights and turns
@@ -333,8 +352,9 @@ def sync_s(spec: ModelSpec, gpu: Gpu, place: Placement) -> float:
 def _turns_s(spec: ModelSpec, gpu: Gpu, work: Workload, place: Placement) -> float:
     """Training state to the host and back: weights and optimizer, of each role."""
     layout = place.layout
-    state = _rank_parameters(spec, layout) * (2 + 12 / layout.dp)
+    weights = 2 * sum(_rank_parameters(spec, layout))
+    state = weights + 12 * _sharded(spec, layout)
     if work.reference:
-        state += _rank_parameters(spec, layout) * 2
+        state += weights
     roles = 2 if work.critic else 1
     return 2 * roles * state / (gpu.host_bytes_per_s * HOST_SHARE)

@@ -125,7 +125,7 @@ def plan_sync(
         engine_hosts: host of each engine rank, engine by engine.
         bandwidth: bytes a second of each rank between hosts, each way (a 400 Gb/s card each by default).
         local_bandwidth: the same inside a host.
-        degrees: the actor's ``ep``, ``etp``, ``vpp`` and ``pipeline``, which a run's configuration has not yet.
+        degrees: the actor's ``vpp`` and ``pipeline``, which a run's configuration has not yet.
         expert_parallel: the engines deal experts out whole.
 
     Raises:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megarl.platform import env
+from megarl.platform import env, gloo
 from megarl.platform.device import LayerImplementation, MemoryUse
 from megarl.platform.packages import import_megatron
 
@@ -77,6 +77,9 @@ class _NullStream:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: None
+
+    def record_event(self, *_: Any) -> _NullStream:
+        return self
 
 
 class _CudaOnCpu(ModuleType):
@@ -206,6 +209,26 @@ def _gather_optimizer_state() -> None:
     _call_with_cpu_tensors_as_cuda(distributed.DistributedOptimizer, "get_parameter_state_dp_zero")
 
 
+def _route_without_transformer_engine() -> None:
+    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe, "te_general_gemm"):
+        moe.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _exchange_tokens_over_gloo() -> None:
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    # The dispatcher imported the function by name.
+    dispatcher.all_to_all = gloo.with_integer_splits(dispatcher.all_to_all)  # type: ignore[attr-defined]
+
+
+def _gather_unequal_parts() -> None:
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    mappings._gather_along_first_dim = gloo.with_uneven_gather(mappings._gather_along_first_dim)  # type: ignore[attr-defined]
+    mappings._reduce_scatter_along_first_dim = gloo.with_uneven_reduce_scatter(  # type: ignore[attr-defined]
+        mappings._reduce_scatter_along_first_dim
+    )
+
+
 ADAPTATIONS: tuple[Adaptation, ...] = (
     Adaptation(
         name="tensor-parallel-buffers",
@@ -285,6 +308,27 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         reason='token counters with device="cuda" in every schedule: '
         "pipeline_parallel/schedules.py:596,983,2138 / 749,1121,2292",
         modules=("pipeline_parallel.schedules",),
+    ),
+    Adaptation(
+        name="expert-router",
+        reason="the router moves its weight to torch.cuda.current_device() in every pass, its counters too: "
+        "transformer/moe/router.py:90,169,178 / 98,184,193; it asks for a name that is undefined without Transformer "
+        "Engine: transformer/moe/moe_utils.py:1192 / -",
+        modules=("transformer.moe.router",),
+        replace=_route_without_transformer_engine,
+    ),
+    Adaptation(
+        name="expert-dispatch",
+        reason="the all-to-all dispatcher makes a CUDA stream, and leaves split sizes as tensors where gloo takes "
+        "integers: transformer/moe/token_dispatcher.py:445,666,810 / 469,698,857",
+        modules=("transformer.moe.token_dispatcher",),
+        replace=_exchange_tokens_over_gloo,
+    ),
+    Adaptation(
+        name="expert-tensor-parallel",
+        reason="with expert tensor parallelism ranks gather and scatter unequal numbers of tokens, which gloo refuses: "
+        "tensor_parallel/mappings.py:150,193 / 154,197",
+        replace=_gather_unequal_parts,
     ),
     Adaptation(
         name="checkpoint-writing",

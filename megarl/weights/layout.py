@@ -111,10 +111,17 @@ def check_divides(spec: ModelSpec, layout: ParallelLayout) -> None:
                 raise LayoutError(
                     f"{degree}={getattr(layout, degree)}, but {spec.family} has no experts", fix=f"set {degree}=1"
                 )
-    elif spec.moe.num_experts % layout.ep:
-        raise LayoutError(
-            f"{spec.moe.num_experts} experts do not divide by ep={layout.ep}", fix="choose ep that divides the experts"
-        )
+        return
+    for degree, what, size in (("ep", "experts", spec.moe.num_experts), ("etp", "rows of an expert", _ffn(spec))):
+        if size % getattr(layout, degree):
+            raise LayoutError(
+                f"{size} {what} do not divide by {degree}={getattr(layout, degree)}",
+                fix=f"choose {degree} that divides the {what}",
+            )
+
+
+def _ffn(spec: ModelSpec) -> int:
+    return 0 if spec.moe is None else spec.moe.ffn_hidden_size
 
 
 def parameter_shapes(regions: Iterable[Region]) -> dict[str, Shape]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.models.spec import ModelSpec, RopeScaling
+from megarl.models.spec import MixtureOfExperts, ModelSpec, RopeScaling
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import get_device
 from megarl.train.megatron.initialize import random_weights
@@ -35,6 +35,22 @@ QWEN2 = ModelSpec(
 QWEN3 = replace(QWEN2, family="qwen3", qkv_bias=False, qk_norm=True, head_dim=16)
 LLAMA3 = replace(
     QWEN2, family="llama", qkv_bias=False, tied_embeddings=False, rope_theta=500_000.0, rope_scaling=RopeScaling(8.0)
+)
+MIXTRAL = replace(
+    LLAMA3, family="mixtral", rope_scaling=None, moe=MixtureOfExperts(num_experts=4, top_k=2, ffn_hidden_size=40)
+)
+QWEN2_MOE = replace(
+    QWEN2,
+    family="qwen2_moe",
+    moe=MixtureOfExperts(
+        num_experts=6,
+        top_k=3,
+        ffn_hidden_size=40,
+        dense_layers=(1,),
+        shared_ffn_hidden_size=56,
+        shared_gate=True,
+        normalize_top_k=False,
+    ),
 )
 
 

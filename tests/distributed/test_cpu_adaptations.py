@@ -19,7 +19,7 @@ from megarl.parallel.grid import ParallelLayout
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.cpu import ADAPTATIONS, adapt_megatron
 from megarl.train.megatron.bootstrap import initialize_megatron
-from tests.distributed.models import QWEN2, build
+from tests.distributed.models import MIXTRAL, QWEN2, build
 from tests.distributed.ranks import Rank, RankPool
 
 NO_CUDA = r"CUDA|NVIDIA driver"
@@ -137,6 +137,32 @@ def run_schedule(groups: ParallelGroups) -> None:
     )
 
 
+def route_tokens(groups: ParallelGroups) -> None:
+    router = build(MIXTRAL, groups).decoder.layers[0].mlp.router
+    scores, chosen = router(torch.ones(3, 1, MIXTRAL.hidden_size))
+    assert scores.shape == chosen.shape == (3, 4)
+
+
+def exchange_tokens(groups: ParallelGroups) -> None:
+    layer = build(MIXTRAL, groups).decoder.layers[0].mlp
+    # Ranks hold unequal numbers of tokens, as they would of rows.
+    hidden = torch.randn(3 + groups.rank, 1, MIXTRAL.hidden_size)
+    assert layer(hidden)[0].shape == hidden.shape
+
+
+def gather_unequal_parts(groups: ParallelGroups) -> None:
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+
+    part = torch.full((1 + groups.rank, 2), float(groups.rank))
+    whole = gather_from_sequence_parallel_region(part, group=groups.tp, output_split_sizes=[1, 2])
+    torch.testing.assert_close(whole[:, 0], torch.tensor([0.0, 1.0, 1.0]))
+    again = reduce_scatter_to_sequence_parallel_region(whole, group=groups.tp, input_split_sizes=[1, 2])
+    torch.testing.assert_close(again, 2 * part)
+
+
 def write_checkpoint(groups: ParallelGroups) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -147,7 +173,7 @@ def write_checkpoint(groups: ParallelGroups) -> None:
     dist_checkpointing.save({"x": part}, folder[0])
 
 
-TP2, PP2, DP2 = ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)
+TP2, PP2, DP2, EP2 = ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2), ParallelLayout(dp=2, ep=2)
 OPERATIONS: dict[str, tuple[Callable[[ParallelGroups], None], ParallelLayout, str]] = {
     "tensor-parallel-buffers": (gather_along_sequence, TP2, NO_CUDA),
     "memory-buffer": (take_memory_buffer, TP2, NO_CUDA),
@@ -161,6 +187,9 @@ OPERATIONS: dict[str, tuple[Callable[[ParallelGroups], None], ParallelLayout, st
     "optimizer-state-gathering": (gather_optimizer_state, DP2, NO_CUDA),
     "pipeline-buffers": (send_between_stages, PP2, NO_CUDA),
     "schedule-counters": (run_schedule, DP2, NO_CUDA),
+    "expert-router": (route_tokens, DP2, NO_CUDA),
+    "expert-dispatch": (exchange_tokens, EP2, NO_CUDA + "|dummy base class Stream"),
+    "expert-tensor-parallel": (gather_unequal_parts, TP2, "invalid tensor size"),
     "checkpoint-writing": (write_checkpoint, DP2, NO_CUDA),
 }
 

@@ -45,13 +45,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "num_attention_heads": 8, "num_key_value_heads": 4},
     "qwen2": {"family": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
     "qwen3": {"family": "qwen3", "hidden_size": 80, "num_key_value_heads": 4},
+    "mixtral": {"family": "mixtral", "hidden_size": 80, "intermediate_size": 112},
+    # Dense layers between those with experts, so that stages and layers differ.
+    "qwen2_moe": {"family": "qwen2_moe", "mlp_only_layers": [1], "shared_expert_intermediate_size": 80},
+    "qwen3_moe": {"family": "qwen3_moe", "hidden_size": 80, "num_experts": 6, "mlp_only_layers": [0, 3]},
 }
+EXPERT_MODELS = ("mixtral", "qwen2_moe", "qwen3_moe")
+DENSE_MODELS = [name for name in MODELS if name not in EXPERT_MODELS]
 LAYOUTS = {
     "tp1-pp1": ParallelLayout(),
     "tp2-pp1": ParallelLayout(tp=2),
     "tp1-pp2": ParallelLayout(pp=2),
     "tp2-pp2": ParallelLayout(tp=2, pp=2, sequence_parallel=True),
     "pp2-uneven": ParallelLayout(pp=2, last_stage_layers=1),
+}
+EXPERT_LAYOUTS = {
+    "one": ParallelLayout(),
+    "ep2": ParallelLayout(dp=2, ep=2),
+    "tp2-ep2": ParallelLayout(tp=2, ep=2, sequence_parallel=True),
+    "tp2-etp2": ParallelLayout(tp=2, etp=2, sequence_parallel=True),
+    "pp2-ep2": ParallelLayout(pp=2, dp=2, ep=2),
 }
 
 
@@ -174,18 +187,29 @@ def whole_logits(hidden: Tensor, chunk: Chunk, groups: ParallelGroups) -> Tensor
 def compare(ranks: RankPool, layout: ParallelLayout, directory: Path, lengths: list[int], expected: Tensor) -> None:
     results = ranks(layout.world_size).run(outputs, layout, directory, lengths)
     found = [output for output in results if output is not None]
-    assert len(found) == layout.tp
+    assert len(found) == layout.tp * layout.dp
     for output in found:
         torch.testing.assert_close(output, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE_MODELS)
 def test_logits_are_those_of_transformers(
     ranks: RankPool, directories: Any, name: str, tied: bool, layout: ParallelLayout
 ) -> None:
     directory = directories(name, tied)
+    expected = expected_outputs(directory, tuple(LENGTHS))
+    assert expected.std() > 0.3, "logits this flat would hide a difference"
+    compare(ranks, layout, directory, LENGTHS, expected)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS)
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_logits_of_expert_models_are_those_of_transformers(
+    ranks: RankPool, directories: Any, name: str, layout: ParallelLayout
+) -> None:
+    directory = directories(name, False)
     expected = expected_outputs(directory, tuple(LENGTHS))
     assert expected.std() > 0.3, "logits this flat would hide a difference"
     compare(ranks, layout, directory, LENGTHS, expected)

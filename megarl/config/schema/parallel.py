@@ -17,6 +17,10 @@ class LayoutConfig(StrictModel):
     """Pipeline-parallel size (1F1B)."""
     dp: int = Field(1, ge=1)
     """Data-parallel size."""
+    ep: int = Field(1, ge=1)
+    """Expert-parallel size: ranks of a pipeline stage that share out its experts; needs a model with experts."""
+    etp: int = Field(1, ge=1)
+    """Ranks that share the matrices of each expert, whatever tp is; ep * etp divides the ranks of a stage."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence; needs tp > 1."""
     num_layers_in_first_stage: int | None = Field(None, ge=1)
@@ -34,6 +38,8 @@ class LayoutConfig(StrictModel):
             tp=self.tp,
             pp=self.pp,
             dp=self.dp,
+            ep=self.ep,
+            etp=self.etp,
             sequence_parallel=self.sequence_parallel,
             first_stage_layers=self.num_layers_in_first_stage,
             last_stage_layers=self.num_layers_in_last_stage,

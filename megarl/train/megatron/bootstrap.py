@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megarl.errors import LayoutError
-from megarl.parallel.grid import Coordinate, ParallelLayout
+from megarl.parallel.grid import Coordinate, ExpertCoordinate, ParallelLayout
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import Device
 
@@ -109,7 +109,7 @@ def initialize_megatron(layout: ParallelLayout, timeout_s: float) -> ParallelGro
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp if layout.ep > 1 else None,
+        expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         # Host copies of groups are for checkpoints of device tensors; on CPU the groups are gloo's already.
         create_gloo_process_groups=False,
@@ -121,6 +121,9 @@ def initialize_megatron(layout: ParallelLayout, timeout_s: float) -> ParallelGro
     )
     if found != layout.coordinate(rank):
         raise LayoutError(f"Megatron-Core places rank {rank} at {found}, the layout at {layout.coordinate(rank)}")
+    experts = ExpertCoordinate(etp=collection.expt_tp.rank(), ep=collection.ep.rank(), dp=collection.expt_dp.rank())
+    if experts != (expected := layout.expert_coordinate(found)):
+        raise LayoutError(f"Megatron-Core places the experts of rank {rank} at {experts}, the layout at {expected}")
     return ParallelGroups(
         layout=layout,
         rank=rank,

@@ -26,6 +26,7 @@ from megarl.platform.device import Device
 from megarl.train.engine import PolicyUpdate, StateSummary, ValueUpdate
 from megarl.train.megatron import checkpoint, export, offload, step
 from megarl.train.megatron import microbatch as mb
+from megarl.train.megatron.experts import are_grouped
 from megarl.train.megatron.forward import HeadOptions, ModelParts, TokenOutputs, configure_schedule, forward_only
 from megarl.train.megatron.initialize import random_weights
 from megarl.train.megatron.model import build_model
@@ -89,6 +90,7 @@ class MegatronEngine:
         )
         params = dict(self._module.named_parameters())
         self._naming = detect_naming(params)
+        self._grouped_experts = are_grouped(params)
         # Before the optimizer is made: with bfloat16 it copies the weights.
         self._fill_weights(params, model_dir, seed)
         configure_schedule(self._module.config)
@@ -214,6 +216,7 @@ class MegatronEngine:
             self.groups.coordinate,
             value_head=self.is_value,
             naming=self._naming,
+            grouped_experts=self._grouped_experts,
         )
 
     def pieces(self) -> Iterator[tuple[Region, Tensor]]:

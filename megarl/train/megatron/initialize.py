@@ -19,8 +19,8 @@ from megarl.models.rules import VALUE_HEAD
 from megarl.models.spec import ModelSpec
 from megarl.weights.region import Region
 
-# The projections that write into the residual stream.
-_RESIDUAL_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+# The projections that write into the residual stream: attention's, and those of dense, routed and shared experts.
+_RESIDUAL_PROJECTIONS = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
 
 
 def random_weights(spec: ModelSpec, *, seed: int) -> Callable[[Region], Tensor]:

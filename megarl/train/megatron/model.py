@@ -32,7 +32,9 @@ from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import Device
 from megarl.platform.packages import megatron_quiet
 from megarl.train.megatron.attention import PlannedSequences
+from megarl.train.megatron.experts import expert_options, mark_experts
 from megarl.train.megatron.layers import decoder_spec
+from megarl.weights.layout import check_divides
 
 Head = Literal["lm", "value"]
 Recompute = Literal["none", "selective", "full"]
@@ -68,9 +70,9 @@ def build_model(
     if layout.vpp > 1:
         raise LayoutError(f"virtual pipeline stages (vpp={layout.vpp}) are not supported yet", fix="set vpp=1")
     config = transformer_config(spec, layout, device=device, dtype=dtype, recompute=recompute)
-    num_layers = len(layout.layers_of_stage(spec.num_layers, groups.coordinate.pp))
+    layers = layout.layers_of_stage(spec.num_layers, groups.coordinate.pp)
     with megatron_quiet():
-        decoder = decoder_spec(device.layer_implementation, num_layers=num_layers, qk_norm=spec.qk_norm)
+        decoder = decoder_spec(device.layer_implementation, spec, layers)
         chunk = Chunk(config, decoder, spec, groups, head=head)
     return [chunk.to(device.torch_device)]
 
@@ -79,7 +81,8 @@ def transformer_config(
     spec: ModelSpec, layout: ParallelLayout, *, device: Device, dtype: torch.dtype, recompute: Recompute = "none"
 ) -> TransformerConfig:
     """Megatron-Core's configuration of the model in the layout. Raises what ``build_model`` raises."""
-    layout.check_heads(spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size)
+    layout.check_split(spec.split_rows)
+    check_divides(spec, layout)
     if spec.not_trained is not None:
         raise ModelError(f"megarl does not train {spec.not_trained} yet", where=spec.family)
     _check_rope(spec)
@@ -115,8 +118,7 @@ def transformer_config(
             num_layers_in_last_pipeline_stage=layout.last_stage_layers,
             # Packed microbatches differ in length, so stages tell each other what they send.
             variable_seq_lengths=layout.pp > 1,
-            # Unused without experts, but the default contradicts the line above (transformer_config.py:1829 in 0.16.1).
-            moe_token_dispatcher_type="alltoall",
+            **expert_options(spec, layout, grouped=on_gpu),
             # Losses are summed over microbatches and ranks and divided by counts of the global minibatch.
             calculate_per_token_loss=True,
             recompute_granularity=None if recompute == "none" else recompute,
@@ -183,6 +185,7 @@ class Chunk(GPTModel):
         self.groups = groups
         self.head = head
         _mark_shards(self)
+        mark_experts(self)
         if head == "value" and self.post_process:
             self.output_layer = ValueHead(config, spec.hidden_size)
 

@@ -144,14 +144,18 @@ class Optimizer:
     def _scale_gradients(self, factor: float) -> None:
         if factor >= 1:
             return
-        gradients = [p.grad for p in self.megatron.get_parameters() if p.grad is not None]
+        gradients = [p.grad for part in self._parts() for p in part.get_parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers inside Megatron's: one for dense parameters, and one for experts if there are any."""
-        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        return [part.optimizer for part in parts if part.optimizer is not None]
+        """The optimizers inside Megatron's that hold parameters of this rank."""
+        return [part.optimizer for part in self._parts() if part.optimizer is not None]
+
+    def _parts(self) -> list[Any]:
+        """Megatron's optimizer of dense parameters, and that of experts if there are any."""
+        parts: list[Any] = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return parts
 
     def load_state(self, state: dict[Any, Any]) -> None:
         """Load what Megatron's ``sharded_state_dict`` described, after it was read from a checkpoint.
@@ -160,7 +164,7 @@ class Optimizer:
         it keeps apart from the moments but looks for beside them, and leaves one step tensor shared by all parameters,
         which Adam would then advance once for each of them (optimizer/distrib_optimizer.py:825,938,2090 in 0.16.1).
         """
-        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        parts = self._parts()
         states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
         for part, part_state in zip(parts, states, strict=True):
             moments = part_state.pop("param_state", None)

@@ -8,9 +8,9 @@ from megarl.config.effect import RULE, SWITCHES
 from megarl.config.load import load_sft, load_train
 from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES
 from megarl.errors import ConfigError
+from tests.unit.config.layout_rules import CRITIC, LAYOUT_CASES
 
 GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
-CRITIC = ["algorithm.advantage.kind=gae", "+critic.warmup_steps=0"]
 LINEAR = "actor.optimizer.schedule.kind=linear"
 WEIGHTS = "algorithm.correction.weights=token"
 REJECT = "algorithm.correction.reject=[{statistic: token_k3, upper: 1}]"
@@ -30,25 +30,7 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             ["sync.in_flight=abort", "sync.verify=values"],
         )
     ],
-    "sequence_parallel_needs_tp": [
-        (
-            "actor.layout.sequence_parallel",
-            ["actor.layout.sequence_parallel=true"],
-            ["actor.layout.sequence_parallel=true", "actor.layout.tp=2"],
-        ),
-        (
-            "critic.layout.sequence_parallel",
-            [*CRITIC, "critic.layout.sequence_parallel=true"],
-            [*CRITIC, "critic.layout.sequence_parallel=true", "critic.layout.tp=2"],
-        ),
-    ],
-    "uneven_stages_need_pipeline": [
-        (
-            "actor.layout.num_layers_in_first_stage",
-            ["actor.layout.num_layers_in_first_stage=1"],
-            ["actor.layout.num_layers_in_first_stage=1", "actor.layout.pp=2"],
-        )
-    ],
+    **LAYOUT_CASES,
     "decay_has_an_end": [
         (
             "actor.optimizer.schedule.decay_steps",

@@ -156,13 +156,10 @@ def test_places_off_the_grid_are_refused() -> None:
         layout.rank(Coordinate(dp=1))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"), [((4, 3, 8), "3 key-value"), ((3, 2, 8), "3 att"), ((4, 2, 7), "7 feed")]
-)
-def test_heads_must_divide(sizes: tuple[int, int, int], message: str) -> None:
-    ParallelLayout(tp=2).check_heads(4, 2, 8)
-    with pytest.raises(LayoutError, match=message):
-        ParallelLayout(tp=2).check_heads(*sizes)
+def test_what_tensor_parallelism_divides_must_divide() -> None:
+    ParallelLayout(tp=2).check_split({"attention heads": 4, "feed-forward rows": 8})
+    with pytest.raises(LayoutError, match=r"3 key-value heads do not divide by tp=2"):
+        ParallelLayout(tp=2).check_split({"attention heads": 4, "key-value heads": 3})
 
 
 def test_the_grid_loads_no_torch() -> None:

@@ -93,3 +93,42 @@ def test_sft_sequences_fit_the_positions(tmp_path: Path):
 def test_a_missing_model_is_an_error_of_its_own(tmp_path: Path):
     with pytest.raises(ModelError, match=r"config\.json"):
         check_model(config(str(tmp_path / "nowhere")))
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "use_sliding_window": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"ep": 4, "dp": 4}, ["actor.layout.ep: expected a divisor of the model's 6 experts of a layer, found 4"]),
+        ({"etp": 3, "dp": 3}, ["actor.layout.etp: expected a divisor of the model's 40 rows of an expert, found 3"]),
+        ({"tp": 2}, ["actor.layout.sequence_parallel: expected true for experts with tensor parallelism"]),
+        # No layer is dense, so its 120 feed-forward rows are nowhere; but an engine cuts experts of 40 rows.
+        ({"tp": 4, "sequence_parallel": True, "ep": 2, "etp": 2}, []),
+    ],
+)
+def test_experts_divide_into_the_layout(tmp_path: Path, layout: dict[str, object], expected: list[str]):
+    problems = errors(check_model(config(model(tmp_path, **EXPERTS), actor={"layout": layout})))
+    text = [f"{problem.key}: {problem.problem}" for problem in problems]
+    assert len(text) == len(expected) and all(e in t for e, t in zip(expected, text, strict=True)), text
+
+
+def test_a_dense_model_has_no_experts_to_share_out(tmp_path: Path):
+    problems = errors(check_model(config(model(tmp_path), actor={"layout": {"ep": 2, "dp": 2}})))
+    assert [problem.key for problem in problems] == ["actor.layout.ep"]
+    assert "no experts" in problems[0].problem and problems[0].fix == "set actor.layout.ep to 1"
+
+
+def test_a_router_that_megatron_has_not_is_refused(tmp_path: Path):
+    problems = errors(check_model(config(model(tmp_path, **{**EXPERTS, "num_experts_per_tok": 1}))))
+    assert any("only chosen expert" in problem.problem for problem in problems)

@@ -80,7 +80,11 @@ def test_an_expert_model_is_planned_at_degrees_of_its_own(tmp_path: Path, capsys
     preset = preset_of(tmp_path, str(tmp_path))
     command = ["plan", "sync", preset, "actor.layout.pp=2", "actor.layout.dp=4", "rollout.tp=4", "--json"]
     read = []
-    for degrees in (["--ep", "4"], ["--ep", "4", "--expert-parallel"], ["--ep", "2", "--etp", "2", "--vpp", "2"]):
+    for degrees in (
+        ["actor.layout.ep=4"],
+        ["actor.layout.ep=4", "--expert-parallel"],
+        ["actor.layout.ep=2", "actor.layout.etp=2"],
+    ):
         assert cli.main([*command, *degrees]) == 0
         read.append(json.loads(capsys.readouterr().out))
     cut, dealt, _ = (content["num_copies"] for content in read)
@@ -89,4 +93,4 @@ def test_an_expert_model_is_planned_at_degrees_of_its_own(tmp_path: Path, capsys
     assert cli.main([*command, "--pipeline", "Et|tttL"]) == 0
     assert cli.main([*command, "--pipeline", "Et|ttL"]) == 5
     assert "has 3 layers, the model 4" in capsys.readouterr().err
-    assert cli.main([*command, "--ep", "3"]) == 5
+    assert cli.main([*command, "actor.layout.ep=3"]) == 2

@@ -1,0 +1,181 @@
+"""One recorded batch through an engine at any layout: what an update is made of, in Hugging Face's coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.models.spec import MixtureOfExperts, ModelSpec
+from megarl.observability.metrics import values
+from megarl.parallel.grid import ParallelLayout
+from megarl.weights.pieces import assemble, pieces
+from tests.distributed.engines import make_engine, owned_weights, policy_update, recorded_batch, replica
+from tests.distributed.models import QWEN2, QWEN3
+from tests.distributed.ranks import Rank, RankPool
+
+TIED = replace(QWEN2, num_heads=8, num_kv_heads=4)
+UNTIED = replace(QWEN3, num_heads=8, num_kv_heads=4, head_dim=8, tied_embeddings=False)
+# Shared experts behind a gate, and dense layers on both stages.
+EXPERTS = replace(
+    UNTIED,
+    family="qwen2_moe",
+    qk_norm=False,
+    qkv_bias=True,
+    moe=MixtureOfExperts(
+        num_experts=4,
+        top_k=2,
+        ffn_hidden_size=40,
+        dense_layers=(1,),
+        shared_ffn_hidden_size=56,
+        shared_gate=True,
+        normalize_top_k=False,
+    ),
+)
+MODELS: dict[str, ModelSpec] = {"tied": TIED, "untied": UNTIED, "experts": EXPERTS}
+MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix. ``cap`` cuts the batch into many microbatches, or packs it into few."""
+
+    model: str = "tied"
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cap: int = 1000
+    distributed: bool = False
+
+    @property
+    def layout(self) -> ParallelLayout:
+        degrees = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("model", "cap", "distributed")
+        }
+        return ParallelLayout(**degrees)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there is such a layout, and megarl trains the model in it, on few enough ranks."""
+        if self.sequence_parallel and self.tp == 1:
+            return False
+        ranks = self.tp * self.dp
+        if ranks * self.pp > MOST_RANKS or ranks % (self.ep * self.etp):
+            return False
+        if self.model != "experts":
+            return self.ep == self.etp == 1
+        return self.tp == 1 or self.sequence_parallel
+
+    def __str__(self) -> str:
+        names = {"model": "", "sequence_parallel": "sp", "distributed": "sharded"}
+        told = [(names.get(field.name, field.name), getattr(self, field.name)) for field in fields(self)]
+        return "-".join(
+            name if value is True else f"{name}{value}" for name, value in told if value is True or value not in (1, 0)
+        )
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "tp": (1, 2, 4),
+    "sequence_parallel": (False, True),
+    "pp": (1, 2),
+    "dp": (1, 2),
+    "ep": (1, 2),
+    "etp": (1, 2),
+    "cap": (24, 1000),
+    "distributed": (False, True),
+}
+
+
+def all_cases() -> Iterator[Case]:
+    """Every cell that is valid."""
+    for values_of in product(*FACTORS.values()):
+        case = Case(**dict(zip(FACTORS, values_of, strict=True)))
+        if case.is_valid:
+            yield case
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(case: Case) -> set[Pair]:
+    """Each two choices that meet in a case."""
+    chosen = [(name, getattr(case, name)) for name in FACTORS]
+    return set(combinations(chosen, 2))
+
+
+def run(rank: Rank, case: Case, kind: str = "policy") -> tuple[dict[str, float] | None, list[Any], list[Any]]:
+    """Metrics of two updates, gradients of the first before clipping, and weights after both, of one rank.
+
+    With the distributed optimizer a rank's gradients are complete in its own part of the buffer only: none come back.
+    """
+    groups = rank.start(case.layout)
+    engine = make_engine(
+        MODELS[case.model],
+        groups,
+        cap=case.cap,
+        distributed=case.distributed,
+        head="value" if kind == "value" else "lm",
+    )
+    batch, minibatches = replica(recorded_batch(engine.spec.vocab_size), groups)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    gradients: list[Any] = []
+    step = optimizer.step
+
+    def record() -> Any:
+        if not gradients and not case.distributed:
+            found = {name: parameter.main_grad for name, parameter in engine.parameters().items()}
+            gradients.extend((region, piece.clone()) for region, piece in pieces(engine.regions(), found))
+        return step()
+
+    optimizer.step = record  # type: ignore[method-assign]
+    metrics = engine.update_policy(batch, policy_update(), minibatches)
+    return None if metrics is None else values(metrics), gradients, owned_weights(engine)
+
+
+Outcome = tuple[dict[str, float], dict[str, Tensor], dict[str, Tensor]]
+
+
+def outcome(ranks: RankPool, case: Case) -> Outcome:
+    """The case's metrics, whole gradients and whole weights; every rank that reports says the same."""
+    results = ranks(case.layout.world_size).run(run, case)
+    metrics = [metrics for metrics, _, _ in results if metrics is not None]
+    assert len(metrics) == case.dp and all(other == metrics[0] for other in metrics)
+    gradients = [piece for _, found, _ in results for piece in found]
+    return metrics[0], assemble(gradients) if gradients else {}, assemble(p for _, _, w in results for p in w)
+
+
+_expected: dict[str, Outcome] = {}
+
+
+def expected(ranks: RankPool, model: str) -> Outcome:
+    """One rank, one microbatch a minibatch, plain optimizer."""
+    if model not in _expected:
+        _expected[model] = outcome(ranks, Case(model=model))
+    return _expected[model]
+
+
+def compare(ranks: RankPool, case: Case) -> None:
+    """The case against one rank: metrics, loss and norm among them, gradients and weights."""
+    metrics, gradients, weights = outcome(ranks, case)
+    one_metrics, one_gradients, one_weights = expected(ranks, case.model)
+    assert metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-5)
+    assert case.distributed or gradients.keys() == one_gradients.keys() == one_weights.keys()
+    for name, gradient in gradients.items():
+        scale = max(1.0, float(one_gradients[name].abs().max()))
+        torch.testing.assert_close(
+            gradient, one_gradients[name], rtol=0, atol=1e-4 * scale, msg=lambda m, n=name: f"gradient of {n}: {m}"
+        )
+    for name, weight in one_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
