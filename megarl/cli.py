@@ -4,6 +4,8 @@
     megarl sft PRESET [key=value ...] [--show]
     megarl doctor PRESET [key=value ...] [--json]
     megarl report RUN
+    megarl status RUN [--errors N]
+    megarl attach RUN
     megarl plan PRESET [key=value ...] [--gpus N,N,...] [--gpu KIND] [--plot FILE] [--published]
     megarl plan sync PRESET [key=value ...] [--bandwidth GB/s] [--local-bandwidth GB/s] [--ep N] [--json]
     megarl presets
@@ -135,6 +137,13 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--expert-parallel", action="store_true", help="engines deal experts out instead of cutting them")
     sub.add_argument("--json", action="store_true", help="all of it for a script")
     sub.set_defaults(command=_plan_sync)
+    sub = commands.add_parser("status", help="a run now: its state, what each process does, the latest errors of all")
+    sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    sub.add_argument("--errors", type=int, default=10, metavar="N", help="warnings and errors shown (10)")
+    sub.set_defaults(command=_status)
+    sub = commands.add_parser("attach", help="the console of a run, from anywhere that sees its directory, to its end")
+    sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    sub.set_defaults(command=_attach)
     sub = commands.add_parser("report", help="a run's seconds by phase, and its memory beside the forecast")
     sub.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
     sub.set_defaults(command=_report)
@@ -284,6 +293,21 @@ def _report(options: argparse.Namespace, run_dir: list[str]) -> int:
 
     print(report(options.run))
     return 0
+
+
+def _status(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.observability.status import status
+
+    print(status(options.run, options.errors))
+    return 0
+
+
+def _attach(options: argparse.Namespace, run_dir: list[str]) -> int:
+    from megarl.observability.status import attach
+
+    last = attach(options.run)
+    print(last.line)
+    return 0 if last.ending is None else last.ending.exit_code
 
 
 def _forecast(config: TrainConfig | SftConfig) -> dict[str, object]:

@@ -27,7 +27,7 @@ from megarl.data.balance import balance, inverse
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import HangError, MegarlError, NodeError, WorkerError
 from megarl.observability.metrics import merge
-from megarl.observability.trace import current_phase, forget_phase
+from megarl.observability.trace import current_phase, forget_phase, span
 from megarl.parallel.grid import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def dispatch(*, split: Split = Split.BROADCAST, collect: Collect = Collect.ALL) 
         def entry(*args: Any, **kwargs: Any) -> Any:
             # The process entry point: whatever ends the call, its traceback belongs into this rank's own log.
             try:
-                return method(*args, **kwargs)
+                with span(method.__name__):
+                    return method(*args, **kwargs)
             except Exception:
                 logger.exception("%s failed", method.__name__)
                 raise
@@ -103,7 +104,9 @@ class Watch:
     # How often observers are called during a wait.
     tick_s = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self.timeout_s = timeout_s
+        """Of calls that bring none of their own."""
         self.members: list[Member] = []
         self.observers: list[Callable[[Mapping[Any, Member]], None]] = []
         """Called with the calls that are waited for, at the start of a wait and while it lasts; may raise to end it."""
@@ -121,6 +124,7 @@ class Watch:
             WorkerError: a process died or raised something unforeseen, or the time-out passed.
             Exception: what an observer raised.
         """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pending = dict(calls)
         results: dict[Any, Any] = {}

@@ -7,17 +7,20 @@ The engine's own processes (scheduler, tensor-parallel ranks) are children of th
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megarl.config.schema.roles import RolloutConfig
 from megarl.controller.dispatch import Member
 from megarl.controller.workers import enter_worker
 from megarl.errors import RolloutError
+from megarl.observability.stacks import Stack, frames_of, stacks_of_process
+from megarl.observability.trace import span
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sampling import Sampling
 from megarl.weights.region import Shape
@@ -25,6 +28,20 @@ from megarl.weights.row_sums import Share
 from megarl.weights.sync import InFlight, RankConnection, RankLayout, ReceiverReport
 
 logger = logging.getLogger(__name__)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def as_phase(method: F) -> F:
+    """While the method runs it is the phase of this process, in its heartbeat."""
+
+    @functools.wraps(method)
+    async def entry(*args: Any, **kwargs: Any) -> Any:
+        with span(method.__name__):
+            return await method(*args, **kwargs)
+
+    return entry  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +77,7 @@ class RolloutWorker:
         self._start_failure: Exception | None = None
         enter_worker("rollout", replica, plan.logs)
 
+    @as_phase
     async def start(self) -> None:
         """Build the engine."""
         try:
@@ -103,35 +121,53 @@ class RolloutWorker:
             raise self._start_failure
         await self._engine.watch()
 
+    async def stacks(self) -> list[Stack]:
+        """Where the tasks of this process are that wait for the engine, and where the engine's own processes are."""
+        waiting = [task.get_stack() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        # The frames of a task that waits are its own: those of the loop that resumes it are not below them.
+        tasks = [Stack("engine", tuple(frames_of(one)[-1] for one in stack)) for stack in waiting if stack]
+        # Each costs a process, some for seconds: all at once.
+        others = [
+            asyncio.to_thread(stacks_of_process, pid, name)
+            for pid, name in (self._engine.processes if self._start_ended.is_set() else {}).items()
+        ]
+        return [*tasks, *(stack for found in await asyncio.gather(*others) for stack in found)]
+
     async def stop(self) -> None:
         """End all processes of the engine."""
         if self._start_ended.is_set() and self._start_failure is None:
             await self._engine.stop()
 
+    @as_phase
     async def generate(
         self, requests: Sequence[Request], sampling: Sampling, n: int
     ) -> list[tuple[int, list[Completion]]]:
         """``n`` samples of every request."""
         return await self._engine.generate(requests, sampling, n)
 
+    @as_phase
     async def layout(self, shapes: Mapping[str, Shape]) -> Sequence[RankLayout]:
         """Where its ranks want which parts of the model."""
         return await self._engine.layout(shapes)
 
+    @as_phase
     async def connect(self, connections: Sequence[RankConnection]) -> None:
         """Connect its ranks to the senders."""
         await self._engine.connect(connections)
 
+    @as_phase
     async def receive(
         self, version: int, timeout_s: float, digest: str, share: Share | None, in_flight: InFlight
     ) -> ReceiverReport:
         """Take what the senders send."""
         return await self._engine.receive(version, timeout_s, digest, share, in_flight)
 
+    @as_phase
     async def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """Log-probs of given tokens."""
         return await self._engine.score(rows)
 
+    @as_phase
     async def commit(self, version: int) -> None:
         """Put the received weights in force."""
         await self._engine.commit(version)
@@ -144,10 +180,12 @@ class RolloutWorker:
         """End the samples under way."""
         await self._engine.abort()
 
+    @as_phase
     async def sleep(self) -> None:
         """Give device memory back."""
         await self._engine.sleep()
 
+    @as_phase
     async def wake_up(self, tags: Sequence[str]) -> None:
         """Take it again."""
         await self._engine.wake_up(tags)

@@ -49,6 +49,7 @@ def train(loaded: Loaded[TrainConfig], forecast: Mapping[str, Any] | None = None
     prompts = training_prompts(config, tokenizer, held_out)
     with open_session(loaded, forecast) as session:
         pool = session.hold(RewardPool(**config.reward.model_dump()))
+        pool.observers.append(session.stopping.check)
         reward = RewardRole(pool, tokenizer)
         with span("start"):
             pool.ready()

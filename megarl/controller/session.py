@@ -18,6 +18,7 @@ from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.roles import ModelConfig
 from megarl.controller.cluster import Cluster, wait_for_nodes
 from megarl.controller.dispatch import Watch, WorkerGroup
+from megarl.controller.hang import HangWatch
 from megarl.controller.placement import plan_placement
 from megarl.controller.processes import Processes
 from megarl.controller.state import (
@@ -35,11 +36,11 @@ from megarl.models.registry import load_spec
 from megarl.observability.console import Console
 from megarl.observability.ending import UNFORESEEN, ending_of, write_ending
 from megarl.observability.heartbeat import heartbeat
-from megarl.observability.logs import set_up_logging
+from megarl.observability.logs import set_context, set_up_logging
 from megarl.observability.metrics import Max, Metrics, values
 from megarl.observability.sinks import Sinks, open_sinks
 from megarl.observability.trace import Timeline, listening, write_chrome_trace
-from megarl.platform import signals
+from megarl.platform import env, signals
 from megarl.weights.files.safetensors_reader import SafetensorsReader, check_model
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,7 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
         if forecast is not None:
             write_json(directory.root / "forecast.json", forecast)
         set_up_logging("controller", 0, directory=directory.logs)
+        set_context(node=env.text("SLURMD_NODENAME"))
         sinks = open_sinks(
             directory.root,
             tensorboard=config.logging.tensorboard,
@@ -201,10 +203,13 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
             logger.info("attempt %d", directory.attempt)
         console = Console(config.logging.console, config.run.steps, first_step=state.step)
         stack.callback(console.close)
-        timeline, stopping, watch = Timeline(), Stopping(config.run.stop_within_s), Watch()
-        watch.observers.append(stopping.check)
+        timeline, stopping = Timeline(), Stopping(config.run.stop_within_s)
+        hang = HangWatch(config.cluster.hang, directory.logs)
+        watch = Watch(config.cluster.hang.timeout_s)
+        watch.observers += [stopping.check, hang.check]
         stack.enter_context(listening(timeline))
         stack.enter_context(listening(stopping))
+        stack.enter_context(listening(hang))
         stack.enter_context(listening(console))
         stack.enter_context(heartbeat(directory.logs / "controller.heartbeat.json"))
         if resume is not None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +22,12 @@ from megarl.config.schema.train import EngineConfig, OptimizerConfig
 from megarl.controller.dispatch import Collect, Split, dispatch
 from megarl.data.batch import Batch, Ragged
 from megarl.models.registry import load_spec
-from megarl.observability.logs import set_up_logging
+from megarl.observability.heartbeat import start_heartbeat
+from megarl.observability.logs import set_context, set_up_logging
 from megarl.observability.metrics import Metrics
+from megarl.observability.stacks import Stack, thread_stacks
 from megarl.parallel.grid import ParallelLayout
+from megarl.platform import env
 from megarl.train.engine import PolicyUpdate, ValueUpdate
 from megarl.weights.row_sums import Share
 from megarl.weights.schedule import Program
@@ -66,12 +70,17 @@ class TrainPlan:
 
 
 def enter_worker(role: str, rank: int, directory: Path) -> None:
-    """Send a worker's log lines to ``ROLE-RANK.log`` and all else it prints, native crashes included, to ``.out``."""
+    """Send a worker's log lines to ``ROLE-RANK.log`` and all else it prints, native crashes included, to ``.out``.
+
+    Its heartbeat, in ``ROLE-RANK.heartbeat.json``, beats until the process ends.
+    """
     set_up_logging(role, rank, directory=directory)
+    set_context(node=env.text("SLURMD_NODENAME"))
     output = os.open(directory / f"{role}-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    start_heartbeat(directory / f"{role}-{rank}.heartbeat.json")
 
 
 class TrainWorker:
@@ -82,6 +91,7 @@ class TrainWorker:
         self.rank = rank
         self._stopped = threading.Event()
         self._store: dist.Store | None = None
+        self._timeout = timedelta(seconds=plan.collective_timeout_s)
         self._peaks: dict[str, int] = {}
         self._held: dict[str, int] = {}
         enter_worker(plan.role, rank, plan.logs)
@@ -98,13 +108,18 @@ class TrainWorker:
         """End ``watch``."""
         self._stopped.set()
 
+    @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+    def stacks(self) -> list[Stack]:
+        """Where the threads of this process are, ``watch`` left out."""
+        return [stack for stack in thread_stacks() if stack.frames[-1].function != "wait" or stack.collective]
+
     @dispatch(collect=Collect.FIRST)
     def rendezvous(self) -> tuple[str, int] | None:
         """Address of the store at which the role's ranks meet; rank 0 opens it and picks a free port."""
         if self.rank != 0:
             return None
         host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return host, self._store.port
 
     @dispatch()
@@ -122,7 +137,7 @@ class TrainWorker:
 
         plan = self.plan
         if self._store is None:
-            self._store = dist.TCPStore(*address, is_master=False)
+            self._store = dist.TCPStore(*address, is_master=False, timeout=self._timeout)
         device = self._device = get_device(plan.device)
         groups = bootstrap.start(
             plan.layout,

@@ -16,6 +16,7 @@ from megarl.config.load import load_sft, load_train
 from megarl.controller.placement import plan_placement
 from megarl.errors import ConfigError, MegarlError, SetupError
 from megarl.launch import ray_cluster, slurm
+from megarl.launch.inspection import inspect_nodes
 from megarl.launch.plan import Program, plan
 from megarl.launch.verdict import Cause, Outcome, Requeue, last_line, limits, requeue
 from megarl.observability.ending import ending_of
@@ -113,7 +114,7 @@ def _job(args: argparse.Namespace, allocation: slurm.Allocation) -> int:
     say(last_line(allocation.described, outcome, after))
     if after.wanted:
         try:
-            slurm.requeue(allocation.job_id)
+            slurm.requeue(allocation.job_id, without=outcome.bad_nodes)
         except SetupError as error:
             say(last_line(allocation.described, outcome, Requeue(False, f"not requeued: {error}")))
     return outcome.code
@@ -127,13 +128,23 @@ def say(line: str) -> None:
 
 def _attempt(args: argparse.Namespace, allocation: slurm.Allocation, settings: Mapping[str, str]) -> Outcome:
     words = [args.command, *args.words]
-    if args.command != "exec" and (found := errors(examine(args.command, args.words, allocation, False).findings)):
+    wanted = slurm.wanted_nodes(args.script, settings, len(allocation.nodes))
+    first = allocation.only(allocation.nodes[:wanted])
+    if args.command != "exec" and (found := errors(examine(args.command, args.words, first, False).findings)):
         text = f"{found[0].key}: {found[0].problem} | do: {found[0].fix}"
         more = f" | and {len(found) - 1} more errors above" if len(found) > 1 else ""
         return Outcome(exit_code(found), Cause.CONFIG, text + more)
     lead_s = slurm.signal_lead_s(args.script)
-    what = program(words, len(allocation.nodes), lead_s=lead_s, is_restart=allocation.restarts > 0)
-    return ray_cluster.run(plan(allocation, what, settings=settings, is_dry_run=False), env.copy())
+    what = program(words, wanted, lead_s=lead_s, is_restart=allocation.restarts > 0)
+    everywhere = plan(allocation, what, settings=settings, is_dry_run=False)
+    nodes = allocation.nodes
+    if settings.get("MEGARL_PREFLIGHT", "on") != "off":
+        found_well = inspect_nodes(everywhere, wanted, env.copy())
+        if isinstance(found_well, Outcome):
+            return found_well
+        nodes = found_well
+    chosen = allocation.only(nodes[:wanted])
+    return ray_cluster.run(plan(chosen, what, settings=settings, is_dry_run=False), env.copy())
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ CLUSTER_SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_gcs_server_request_timeout_seconds": "120",
+    # A node whose cores and file system are busy with a model answers late; its real loss is seen by srun, at once.
+    "RAY_health_check_timeout_ms": "30000",
+    # Workers are placed by the run; Ray would start one for each core of each node beforehand.
+    "RAY_prestart_worker_first_driver": "0",
     # On SIGTERM a node would wait up to 30 s for its actors to leave; a run that is over has nothing to wait for.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
@@ -50,6 +54,7 @@ class Plan:
     allocation: Allocation
     address: str
     logs: Path
+    preflight: tuple[str, ...]
     head: tuple[str, ...]
     workers: tuple[str, ...] | None
     barrier: tuple[str, ...]
@@ -65,6 +70,7 @@ class Plan:
             ("each node", f"{job.cpus} CPUs, {job.gpus} GPUs"),
             ("cluster", f"head {job.head} at {self.address}, logs in {self.logs}"),
             ("environment", " ".join(f"{k}={v}" for k, v in CLUSTER_SETTINGS.items()) + " RAY_AUTH_TOKEN=(made here)"),
+            ("0 preflight", shlex.join(self.preflight)),
             ("1 head", shlex.join(self.head)),
             ("2 workers", shlex.join(self.workers) if self.workers else "none: one node"),
             ("3 barrier", shlex.join(self.barrier)),
@@ -109,6 +115,10 @@ def plan(allocation: Allocation, program: Program, *, settings: Mapping[str, str
         *prefix, python, "-m", "megarl.launch.node", f"--address={address}", f"--cpus={cpus}",
         f"--gpus={allocation.gpus}", f"--temporary={temporary}",
     ]  # fmt: skip
+    look = [
+        *prefix, python, "-m", "megarl.launch.preflight", f"--folder={logs / 'preflight'}",
+        f"--temporary={temporary.parent}", f"--gpus={allocation.gpus}",
+    ]  # fmt: skip
     container = image if kind == "pyxis" else None
 
     def here(command: Sequence[str], log: str) -> tuple[str, ...]:
@@ -123,6 +133,16 @@ def plan(allocation: Allocation, program: Program, *, settings: Mapping[str, str
         allocation=allocation,
         address=address,
         logs=logs,
+        preflight=tuple(
+            slurm.srun(
+                allocation.nodes,
+                look,
+                cpus=allocation.cpus,
+                log=str(logs / "preflight-%N.log"),
+                container=container,
+                ends_together=False,
+            )
+        ),
         head=here([*node, "--head", f"--name={allocation.head}"], str(logs / f"ray-{allocation.head}.log")),
         workers=tuple(
             slurm.srun(

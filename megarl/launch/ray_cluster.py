@@ -34,6 +34,8 @@ SIGNALS = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 END_S = 6.0
 """How long processes have to end when they are asked to, before they are killed."""
+SILENCE_S = 10.0
+"""How long after its time a driver that was told to stop is killed."""
 LOSS_S = 3.0
 """How long after a failed driver the loss of a node may be noticed that caused it."""
 
@@ -95,6 +97,10 @@ def run(plan: Plan, environment: Mapping[str, str], *, grace_s: float = 15.0) ->
         outcome = of_driver(code, read_ending(ending))
         if outcome.cause is Cause.RUN and (gone := children.first_exit(nodes, deadline_s=LOSS_S)) is not None:
             return _after_loss(_lost(gone, plan), code, read_ending(ending))
+        asked = children.first_s.get(signal.SIGUSR1)
+        if outcome.cause is Cause.RUN and asked is not None and _is_over(asked, plan):
+            # What a run that is out of time was doing may fail in any way.
+            return Outcome(StoppedError.exit_code, Cause.STOP, f"told to stop and out of time | {outcome.text}")
         return outcome
     finally:
         # Together with the grace less than the 30 s after which Slurm kills a cancelled job.
@@ -126,8 +132,13 @@ def _wait(
             return children.first_exit(group[:1], deadline_s=grace_s)
         asked = children.first_s.get(signal.SIGUSR1)
         # A driver that does not answer at all is ended in time for the job to be requeued.
-        if asked is not None and plan.stop_within_s is not None and time.monotonic() > asked + plan.stop_within_s + 10:
+        if asked is not None and _is_over(asked + SILENCE_S, plan):
             return None
+
+
+def _is_over(asked: float, plan: Plan) -> bool:
+    """Whether the time has passed that a driver has to end after it was told to, at ``asked`` (monotonic seconds)."""
+    return plan.stop_within_s is not None and time.monotonic() > asked + plan.stop_within_s
 
 
 def _lost(child: Child, plan: Plan) -> str:

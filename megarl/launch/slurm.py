@@ -8,9 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.errors import SetupError
@@ -30,6 +31,10 @@ class Allocation:
     @property
     def head(self) -> str:
         return self.nodes[0]
+
+    def only(self, nodes: Sequence[str]) -> Allocation:
+        """The same job on some of its nodes."""
+        return replace(self, nodes=tuple(node for node in self.nodes if node in nodes))
 
     @property
     def described(self) -> str:
@@ -113,9 +118,37 @@ def from_script(script: Path) -> Allocation:
     )
 
 
-def requeue(job_id: int) -> None:
-    """Put a running job back into the queue, which ends it. Raises SetupError when Slurm refuses."""
+def requeue(job_id: int, without: Sequence[str] = ()) -> None:
+    """Put a running job back into the queue, which ends it, and keep it away from some nodes.
+
+    Raises:
+        SetupError: Slurm refuses.
+    """
+    # Slurm ends every process of the job, this one and scontrol too: those that it starts inherit being deaf to that.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _scontrol("requeue", str(job_id))
+    if without:  # only now, since Slurm changes the nodes of a job that waits, not of one that runs
+        _scontrol("update", f"JobId={job_id}", f"ExcNodeList={','.join(without)}")
+
+
+def wanted_nodes(script: Path, settings: Mapping[str, str], allocated: int) -> int:
+    """How many of the allocated nodes the run uses; the others are spares.
+
+    Args:
+        script: its ``--nodes=MIN-MAX`` asks for spares beyond MIN.
+        settings: MEGARL_NODES says so where the range was given to sbatch.
+        allocated: nodes of the job.
+
+    Raises:
+        SetupError: MEGARL_NODES is no number of nodes, or more than there are.
+    """
+    given = settings.get("MEGARL_NODES")
+    if given is None:
+        match = re.search(r"^#SBATCH\s+--nodes[= ](\d+)-(\d+)\b", _read(script), flags=re.MULTILINE)
+        return int(match[1]) if match and int(match[1]) <= allocated <= int(match[2]) else allocated
+    if not given.isdigit() or not 1 <= int(given) <= allocated:
+        raise SetupError(f"MEGARL_NODES={given}, expected 1 to {allocated}, the nodes of the job")
+    return int(given)
 
 
 def signal_lead_s(script: Path) -> int | None:
@@ -132,7 +165,13 @@ def _read(script: Path) -> str:
 
 
 def srun(
-    nodes: Sequence[str], command: Sequence[str], *, cpus: int, log: str, container: str | None = None
+    nodes: Sequence[str],
+    command: Sequence[str],
+    *,
+    cpus: int,
+    log: str,
+    container: str | None = None,
+    ends_together: bool = True,
 ) -> list[str]:
     """One step with one task on each of the nodes.
 
@@ -142,6 +181,7 @@ def srun(
         cpus: CPUs of a task.
         log: output file; Slurm puts the node's name for ``%N``.
         container: image of a Pyxis container the tasks run in.
+        ends_together: whether the end of one task ends the others.
     """
     return [
         "srun",
@@ -155,8 +195,8 @@ def srun(
         "--export=ALL",
         "--input=none",
         # One lost node ends the step, and with it the run: a cluster with a hole would hang in its next collective.
-        "--kill-on-bad-exit=1",
-        "--wait=10",
+        f"--kill-on-bad-exit={int(ends_together)}",
+        f"--wait={10 if ends_together else 0}",
         f"--output={log}",
         "--open-mode=append",
         *([f"--container-image={container}", "--no-container-mount-home"] if container else []),

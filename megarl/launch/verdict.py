@@ -25,6 +25,7 @@ class Cause(Enum):
     STOP = "stop"  # told to stop, before the time limit or by a preemption
     NODE = "node"  # a node was lost
     HANG = "hang"  # a call did not end within its time
+    PREFLIGHT = "preflight"  # every node was found wanting before Ray started
     JOIN = "join"  # the cluster did not come up
     CONFIG = "config"  # the configuration, found before anything started
     RUN = "run"  # anything else the run itself failed at
@@ -33,11 +34,19 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt ended: the exit code of the job, the cause, and the cause in words."""
+    """How an attempt ended.
+
+    Args:
+        code: exit code of the job.
+        cause: what kind of thing ended it.
+        text: the cause in words.
+        bad_nodes: nodes that another attempt should not get.
+    """
 
     code: int
     cause: Cause
     text: str
+    bad_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,10 @@ class Console:
         if (span.name, span.started) in self._started:
             self._started.remove((span.name, span.started))
 
+    def show_phase(self, name: str, elapsed_s: float) -> None:
+        """Show one phase as running for so long, in the place of all others: that of another process."""
+        self._started[:] = [(name, time.monotonic() - elapsed_s)]
+
     # -- lines -------------------------------------------------------------------------------------------------------
 
     def step(self, step: int, values: Mapping[str, float]) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,19 @@ def heartbeat(path: Path, *, every_s: float = 10.0, slow_after_s: float = 300.0)
     """Write ``path`` every ``every_s`` seconds while the body runs, and warn once of each phase that takes long.
 
     Args:
-        path: JSON file with role, rank, pid, step, version, phase, phase_s and time.
+        path: JSON file with role, rank, pid, node, step, version, phase, phase_s and time.
         every_s: seconds between beats.
         slow_after_s: age of a phase at which it is warned of.
     """
+    stop = start_heartbeat(path, every_s=every_s, slow_after_s=slow_after_s)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def start_heartbeat(path: Path, *, every_s: float = 10.0, slow_after_s: float = 300.0) -> Callable[[], None]:
+    """Begin to write ``path`` as ``heartbeat`` does; the result stops it, as does the end of the process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stop = threading.Event()
 
@@ -47,11 +57,12 @@ def heartbeat(path: Path, *, every_s: float = 10.0, slow_after_s: float = 300.0)
 
     thread = threading.Thread(target=beat, name="megarl-heartbeat", daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         stop.set()
         thread.join()
+
+    return end
 
 
 def write_beat(path: Path) -> dict[str, Any]:
@@ -62,6 +73,7 @@ def write_beat(path: Path) -> dict[str, Any]:
         "role": context().role,
         "rank": context().rank,
         "pid": os.getpid(),
+        "node": context().node or socket.gethostname(),
         "step": context().step,
         "version": context().version,
         "phase": "/".join(running.path) if running else "idle",
@@ -83,7 +95,10 @@ def read_beats(directory: Path) -> list[dict[str, Any]]:
     now = time.time()
     beats = []
     for path in sorted(directory.glob("*.json")):
-        record = json.loads(path.read_text())
+        try:
+            record = json.loads(path.read_text())
+        except FileNotFoundError:  # set aside by a new attempt meanwhile
+            continue
         record["silent_s"] = now - record["time"]
         beats.append(record)
     return sorted(beats, key=lambda record: -record["silent_s"])

@@ -25,6 +25,8 @@ class LogContext:
     rank: int = 0
     step: int | None = None
     version: int | None = None
+    node: str | None = None
+    """Name of the node where it is not the host's own; not in log lines, since a process stays where it is."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" step {self.step}"

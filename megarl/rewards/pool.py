@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -42,6 +42,8 @@ _KEPT_MESSAGES = 10
 _LARGEST_CHUNK = 64
 # A process answers a time-out of asynchronous code by itself; killing it is for code that does not let it.
 _ASYNC_GRACE_S = 1.0
+# How often observers are called.
+_TICK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -99,6 +101,8 @@ class RewardPool:
         """Failed samples since the pool was made."""
         self.failures: list[str] = []
         """The first few failures in words."""
+        self.observers: list[Callable[[], None]] = []
+        """Called while samples are scored; may raise to end it, which costs the processes that score."""
         self._workers = [self._spawn() for _ in range(workers)]
 
     # -- use ---------------------------------------------------------------------------------------------------------
@@ -163,6 +167,8 @@ class RewardPool:
         chunk = max(1, min(_LARGEST_CHUNK, len(samples) // (4 * len(self._workers))))
         try:
             while waiting or any(worker.doing for worker in self._workers):
+                for observe in self.observers:
+                    observe()
                 for position, worker in enumerate(self._workers):
                     if reason := self._verdict(worker):
                         if worker.doing:
@@ -187,6 +193,8 @@ class RewardPool:
         if not any(worker.doing or not worker.is_ready for worker in self._workers):
             return
         left_s = min(self._deadline(worker) for worker in self._workers) - time.monotonic()
+        if self.observers:
+            left_s = min(left_s, _TICK_S)
         by_connection = {worker.connection: worker for worker in self._workers}
         for connection in wait(list(by_connection), timeout=max(0.0, left_s)):
             worker = by_connection[connection]

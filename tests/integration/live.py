@@ -74,6 +74,10 @@ class LiveRun:
         """Wait until the run has printed ``text`` on standard output."""
         self._until(lambda: text in self.output or None, f"{text!r} in its output", timeout_s)
 
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+        """Wait until a condition holds."""
+        self._until(lambda: condition() or None, what, timeout_s)
+
     # -- its processes --
 
     def worker(self, role: str, rank: int, title: str = "ray::") -> psutil.Process:

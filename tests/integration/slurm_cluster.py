@@ -192,6 +192,14 @@ class SlurmCluster:
     def cancel(self, job: int) -> None:
         self._command(["scancel", str(job)])
 
+    def signal(self, job: int, name: str) -> None:
+        """Send a signal to the batch script, as Slurm does before a time limit (``--signal=B:``)."""
+        self._command(["scancel", "--batch", f"--signal={name}", str(job)])
+
+    def start_now(self, job: int) -> None:
+        """Let a requeued job start at once: Slurm makes it wait two minutes."""
+        self._command(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+
 
 def _kill(pid: int, number: int) -> bool:
     """Send a signal; False if the process is gone."""

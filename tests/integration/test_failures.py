@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.controller.state import problems
+from megarl.observability.ending import read_ending
 from tests.integration.live import LiveRun, traceback_lines
 from tests.integration.runs import small, write_model, write_prompts
 
@@ -117,6 +118,23 @@ def test_a_killed_critic_ends_the_run_and_a_killed_scorer_does_not(tmp_path: Pat
         assert_ended(run, 12, ("WorkerError: critic rank 0 failed in phase ", "killed or crashed"))
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_ends_the_run(tmp_path: Path, sft: list[str]):
+    """A stopped process answers nothing, and its peer waits for it in a collective."""
+    with LiveRun("sft", "sft_tiny", tmp_path / "run", *sft, FOREVER, "cluster.hang.after_s=8") as run:
+        run.wait_for("step 3/")
+        run.worker("actor", 1).send_signal(signal.SIGSTOP)
+        last_line = ("HangError: actor rank 1 failed in phase update: the phase did not end", "rank 1 does not answer")
+        assert_ended(run, 14, last_line, within_s=90)
+    report = (tmp_path / "run" / "logs" / "hang-1.txt").read_text()
+    assert "actor rank 1 does not answer; last seen" in report
+    assert "actor rank 0 waits in " in report
+    assert "megarl/controller/workers.py" in report
+    assert {"actor-0", "actor-1"} <= {
+        path.name.removesuffix(".heartbeat.json") for path in (tmp_path / "run" / "logs").glob("*.heartbeat.json")
+    }
+
+
 # -- signals ---------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +202,68 @@ def test_the_death_of_the_driver_takes_every_process_with_it(tmp_path: Path, tra
         seconds = run.vanished(END_S)
         print(f"all gone {seconds:.1f} s after the driver")
         assert run.process.wait() == -signal.SIGKILL
+
+
+# -- told to stop ----------------------------------------------------------------------------------------------------
+
+
+def weights_of(run: Path) -> dict[str, bytes]:
+    """The exported files of weights."""
+    return {path.name: path.read_bytes() for path in sorted((run / "hf").glob("*.safetensors"))}
+
+
+def test_a_run_saves_when_it_is_asked_to_and_stops_when_it_is_told_to(tmp_path: Path, sft: list[str]):
+    with LiveRun("sft", "sft_tiny", tmp_path / "run", *sft, FOREVER) as run:
+        run.wait_for("step 2/")
+        run.process.send_signal(signal.SIGUSR2)
+        latest = tmp_path / "run" / "checkpoints" / "latest"
+        run.wait_until(lambda: latest.is_file(), "a checkpoint")
+        first = json.loads(latest.read_text())
+        run.wait_for(f"step {int(first.removeprefix('step_')) + 2}/")
+        run.process.send_signal(signal.SIGUSR1)
+        assert_ended(run, 75, ("megarl: StoppedError: told to stop; it goes on after step ", "start it again"))
+    last = json.loads(latest.read_text())
+    assert last > first
+    assert problems(latest.parent / last) == []
+    ending = read_ending(tmp_path / "run" / "ending.json")
+    assert ending is not None and (ending.kind, ending.exit_code) == ("StoppedError", 75)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_to_the_weights_of_one_that_was_not_stopped(tmp_path: Path, sft: list[str]):
+    options = [*sft, "run.steps=60", "checkpoint.export_hf=true"]
+    with LiveRun("sft", "sft_tiny", tmp_path / "whole", *options) as run:
+        assert run.end(240)[0] == 0, run.errors
+    with LiveRun("sft", "sft_tiny", tmp_path / "run", *options) as run:
+        run.wait_for("step 3/")
+        run.process.send_signal(signal.SIGUSR1)
+        assert_ended(run, 75, ("StoppedError",))
+    with LiveRun("sft", "sft_tiny", tmp_path / "run", *options) as run:
+        assert run.end(240)[0] == 0, run.errors
+    assert weights_of(tmp_path / "whole")
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+    assert (tmp_path / "run" / "logs" / "attempt-1" / "actor-0.log").is_file()
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_is_given_up_and_done_again_from_its_start(tmp_path: Path, train: list[str]):
+    """The reward takes so long that no step fits into the time to stop; the engines sample when the signal comes."""
+    (tmp_path / "reward.py").write_text(
+        "import time\ndef score(response, **sample):\n    time.sleep(0.2)\n    return float(len(set(response)))\n"
+    )
+    options = [*train, "run.steps=3", "checkpoint.export_hf=true", "actor.layout.tp=1", "rollout.tp=1"]
+    options += [f"reward.path={tmp_path / 'reward.py'}:score", "run.stop_within_s=5"]
+    with LiveRun("train", "grpo_tiny", tmp_path / "whole", *options) as run:
+        assert run.end(300)[0] == 0, run.errors
+    with LiveRun("train", "grpo_tiny", tmp_path / "run", *options) as run:
+        run.wait_for("step 1/")
+        run.process.send_signal(signal.SIGUSR1)
+        assert_ended(run, 75, ("StoppedError: told to stop; it goes on after step 1 of 3",))
+        assert "what comes after step 1 is given up" in run.output
+    with LiveRun("train", "grpo_tiny", tmp_path / "run", *options) as run:
+        run.wait_for("step 2/")
+        assert run.end(300)[0] == 0, run.errors
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
 
 
 # -- a run that ends well --------------------------------------------------------------------------------------------

@@ -36,6 +36,19 @@ class RunConfig(StrictModel):
     """Seconds from SIGUSR1 within which the run saves and ends; a Slurm script sets it from its own --signal line."""
 
 
+class HangConfig(StrictModel):
+    """What happens to a phase that does not end."""
+
+    factor: float = Field(10.0, gt=1)
+    """A phase is overdue at so many times the median of its latest runs, but not before after_s."""
+    after_s: float = Field(600.0, gt=0)
+    """Seconds before which no phase is overdue."""
+    timeout_s: float = Field(7200.0, gt=0)
+    """Longest wait for a call on processes of the run; a phase that has not run before is overdue then."""
+    action: Literal["end", "report"] = "end"
+    """end writes who waits where and ends the run; report writes it and goes on, until timeout_s."""
+
+
 class ClusterConfig(StrictModel):
     """What the run may use."""
 
@@ -53,6 +66,8 @@ class ClusterConfig(StrictModel):
     """Time-out of collectives among training ranks."""
     start_timeout_s: float = Field(900.0, gt=0)
     """Time for all workers and engines to come up."""
+    hang: HangConfig = HangConfig()
+    """Phases that do not end."""
 
 
 class CheckpointConfig(StrictModel):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import mmap
 import os
 import subprocess
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from megarl.config.load import load_sft, load_train
 from megarl.errors import ConfigError, SetupError
 from megarl.launch.__main__ import main, program
-from megarl.launch.plan import Plan, Program, plan
+from megarl.launch.plan import CLUSTER_SETTINGS, Plan, Program, plan
 from megarl.launch.slurm import Allocation, from_script, signal_lead_s
 from tests.architecture.source import ROOT
 
@@ -60,6 +62,19 @@ def test_apptainer_wraps_every_command_and_pyxis_every_step():
 def test_an_unknown_environment_is_an_error(value):
     with pytest.raises(SetupError, match="MEGARL_ENV"):
         planned({"MEGARL_ENV": value})
+
+
+def test_ray_knows_every_setting_of_the_cluster():
+    """A name it does not know has no effect, and no message says so."""
+    package = Path(importlib.util.find_spec("ray").origin).parent
+    sources = "".join(path.read_text(encoding="utf-8") for path in (package / "_common").rglob("*.py"))
+    sources += "".join(path.read_text(encoding="utf-8") for path in (package / "_private").rglob("*.py"))
+    with (package / "core/src/ray/raylet/raylet").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=1) as binary:
+        for name in CLUSTER_SETTINGS:
+            # The settings of Ray's own processes lack the prefix there.
+            known = binary.find(b"\0" + name.removeprefix("RAY_").encode() + b"\0") >= 0
+            assert name in sources or known, name
+        assert binary.find(b"\0no_such_setting\0") < 0
 
 
 def test_the_token_is_on_no_command_line():

@@ -21,7 +21,7 @@ from megarl.launch.slurm import Allocation
 folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
 def shell(name):
     return ("bash", "-c", given[name], name, str(folder))
-plan = Plan(Allocation(7, "try", ("n1", "n2"), cpus=1, gpus=0), "10.0.0.1:20000", folder / "logs",
+plan = Plan(Allocation(7, "try", ("n1", "n2"), cpus=1, gpus=0), "10.0.0.1:20000", folder / "logs", ("true",),
             head=shell("head"), workers=shell("workers"), barrier=shell("barrier"), driver=shell("driver"),
             stop_within_s=given["stop_within_s"])
 outcome = run(plan, dict(os.environ), grace_s=2.0)
@@ -121,6 +121,13 @@ def test_a_driver_that_does_not_answer_to_sigusr1_is_ended_in_time(start):
     job.send(signal.SIGUSR1)
     code, cause, text = job.outcome()
     assert (code, cause) == (75, "stop") and "was killed" in text
+
+
+@pytest.mark.parametrize(("within_s", "code"), [(0.0, 75), (60.0, 7)])
+def test_an_error_is_the_stops_only_once_the_time_is_over(start, within_s: float, code: int):
+    job = start(driver=f"trap 'sleep 0.2; exit 7' USR1; {READY}{WAIT}", stop_within_s=within_s)
+    job.send(signal.SIGUSR1)
+    assert job.outcome()[0] == code
 
 
 def test_a_signal_to_end_is_the_drivers_and_after_a_grace_the_launchers(start):

@@ -181,6 +181,23 @@ def test_interrupting_a_batch_leaves_no_answer_for_the_next(reward_file):
         assert [result.score for result in pool.score(_inputs("5", "6"))] == [5, 6]
 
 
+def test_an_observer_is_asked_while_samples_are_scored_and_may_end_the_batch(reward_file):
+    begin = time.monotonic()
+
+    def enough():
+        if time.monotonic() > begin + 0.5:
+            raise KeyError("enough")
+
+    with RewardPool("function", path=f"{reward_file}:score", workers=2, timeout_s=20) as pool:
+        pool.ready()
+        pool.observers.append(enough)
+        with pytest.raises(KeyError):
+            pool.score(_inputs(*["slow import free sleep"] * 4))
+        assert time.monotonic() - begin < 15
+        pool.observers.clear()
+        assert [result.score for result in pool.score(_inputs("5", "6"))] == [5, 6]
+
+
 def test_closing_leaves_no_process(reward_file):
     pool = RewardPool("function", path=f"{reward_file}:score", workers=3)
     pool.ready()
