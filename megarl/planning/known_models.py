@@ -43,6 +43,16 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _qwen3_moe(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": hidden, "intermediate_size": 3 * hidden,
+        "moe_intermediate_size": ffn, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
 KNOWN: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _llama(4096, 14336, 32, 32),
     "Llama-3.1-70B": _llama(8192, 28672, 80, 64),
@@ -52,6 +62,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Qwen2.5-72B": _qwen2(152064, 8192, 29568, 80, 64, 8),
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
+    "Qwen3-30B-A3B": _qwen3_moe(2048, 768, 48, 32, 4),
+    "Qwen3-235B-A22B": _qwen3_moe(4096, 1536, 94, 64, 4),
 }
 """Configurations by the name that a model's directory starts with."""
 

@@ -354,8 +354,10 @@ def engine_bytes(spec: ModelSpec, tp: int, dtype: str) -> tuple[int, int]:
     """Weights of one rank of a vLLM engine, and the key-value cache of one token on it, in bytes.
 
     vLLM cuts the vocabulary like Megatron-Core and keeps a copy of a key-value head where ranks are more than heads.
+    Its tensor-parallel ranks cut every expert too.
     """
-    layout = ParallelLayout(tp=min(tp, spec.num_kv_heads))
+    ranks = min(tp, spec.num_kv_heads)
+    layout = ParallelLayout(tp=ranks, etp=1 if spec.moe is None else ranks)
     shapes = parameter_shapes(megatron_regions(spec, layout, Coordinate()))
     weights = sum(math.prod(shape) for shape in shapes.values()) * layout.tp / tp
     heads = max(1, spec.num_kv_heads // tp)

@@ -28,7 +28,7 @@ def test_every_preset_binds_and_says_what_it_is(path: Path):
 
 def test_the_presets_of_the_readme_exist():
     wanted = {"sft_tiny", "grpo_tiny", "ppo_tiny", "grpo_smollm2", "grpo_7b", "ppo_7b"}
-    wanted |= {"grpo_70b", "ppo_70b", "sft_70b"}
+    wanted |= {"grpo_70b", "ppo_70b", "sft_70b", "grpo_235b_moe"}
     assert wanted <= {preset.name for preset in presets()}
 
 
@@ -79,12 +79,15 @@ def test_a_wrong_algorithm_gets_a_suggestion_and_a_section_is_no_name():
     assert load_train("grpo_tiny", ["algorithm={epochs: 3}"]).config.algorithm.epochs == 3
 
 
-@pytest.mark.parametrize("name", ["grpo_7b", "ppo_7b", "grpo_70b", "ppo_70b"])
+@pytest.mark.parametrize("name", ["grpo_7b", "ppo_7b", "grpo_70b", "ppo_70b", "grpo_235b_moe"])
 def test_gpu_presets_use_every_gpu_they_ask_for(name: str):
     config = load_train(name).config
     gpus = config.cluster.num_nodes * config.cluster.gpus_per_node
-    assert config.actor.layout.world_size == gpus
-    assert config.rollout.replicas * config.rollout.tp == gpus
+    engines = config.rollout.replicas * config.rollout.tp
+    if config.cluster.placement == "split":
+        assert config.actor.layout.world_size + engines == gpus
+    else:
+        assert config.actor.layout.world_size == engines == gpus
 
 
 def test_values_have_the_schema_types(train_yaml: str):

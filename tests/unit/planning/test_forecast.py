@@ -9,6 +9,7 @@ from megarl.planning.forecast import check_memory, forecast
 from megarl.planning.gpus import GPUS
 from megarl.planning.known_models import known_spec
 from megarl.planning.memory import engine_bytes, state_bytes
+from megarl.planning.model_fit import check_specs
 
 H100 = GPUS["h100"]
 GIB = 2**30
@@ -22,6 +23,7 @@ GIB = 2**30
         ("grpo_70b", "Llama-3.3-70B"),
         ("ppo_70b", "Llama-3.3-70B"),
         ("sft_70b", "Llama-3.1-70B"),
+        ("grpo_235b_moe", "Qwen3-235B-A22B"),
     ],
 )
 def test_presets_fit_the_gpus_they_are_made_for(preset: str, model: str):
@@ -66,6 +68,12 @@ def test_key_value_heads_are_copied_where_ranks_are_more():
     spec = known_spec("Qwen2.5-7B")
     assert engine_bytes(spec, 4, "bfloat16")[1] == engine_bytes(spec, 4 * 7, "bfloat16")[1]
     assert engine_bytes(spec, 2, "bfloat16")[1] == 2 * engine_bytes(spec, 4, "bfloat16")[1]
+
+
+def test_an_engines_ranks_cut_every_expert():
+    spec = known_spec("Qwen3-235B-A22B")
+    assert engine_bytes(spec, 8, "bfloat16")[0] == pytest.approx(2 * spec.num_parameters() / 8, rel=0.01)
+    assert not list(check_specs(load_train("grpo_235b_moe").config, spec, spec))
 
 
 def test_fine_tuning_has_one_phase():
