@@ -121,9 +121,10 @@ def status(directory: Path, num_errors: int = 10) -> str:
     if run.state in ("running", "silent"):
         lines += _processes(run.beats)
     found = errors(directory / "logs")
+    latest = found[max(0, len(found) - max(0, num_errors)) :]
     if found:
-        lines.append(f"warnings and errors, the latest {min(num_errors, len(found))} of {len(found)}:")
-        lines += [f"  {text}" for text in found[-num_errors:]]
+        lines.append(f"warnings and errors, the latest {len(latest)} of {len(found)}:")
+        lines += [f"  {text}" for text in latest]
     return "\n".join(lines)
 
 

@@ -106,6 +106,7 @@ def test_errors_of_all_processes_are_merged_by_time_with_their_exceptions(run: P
     ]
     shown = status(run, num_errors=1)
     assert "the latest 1 of 3" in shown and "CUDA out of memory" not in shown
+    assert status(run, num_errors=0).endswith("the latest 0 of 3:")
 
 
 def test_attached_one_sees_each_step_once_and_the_end(run: Path):
