@@ -7,6 +7,7 @@ and Slurm keeps it away from the node. Where every node is bad, the setup is, an
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import shutil
 import signal
@@ -53,8 +54,18 @@ def inspect_nodes(plan: Plan, wanted: int, environment: Mapping[str, str]) -> tu
     finally:
         children.end_all(grace_s=2.0)
     nodes, head = plan.allocation.nodes, plan.allocation.head
+    dead = unreachable((plan.logs / "srun.log").read_text(errors="replace"))
+    if any(node not in reports and node not in dead for node in nodes) and dead:
+        # Slurm gives up a step that one node does not start, so nothing is known of those that were still looking.
+        return choose(nodes, len(nodes), dead)
     expected = Expected(nodes, head, plan.allocation.gpus, token, asked_at, time.time())
-    return choose(nodes, wanted, judge(reports, expected))
+    return choose(nodes, wanted, judge(reports, expected) | dead)
+
+
+def unreachable(log: str) -> dict[str, list[str]]:
+    """Nodes on which srun could not start a task, by what it says, with the reason."""
+    found = re.findall(r"^srun: error: Task launch for \S+ failed on node (\S+?): (.*)$", log, flags=re.MULTILINE)
+    return {node: [f"Slurm cannot start a task there: {reason}"] for node, reason in found}
 
 
 def choose(nodes: Sequence[str], wanted: int, wrong: Mapping[str, Sequence[str]]) -> tuple[str, ...] | Outcome:

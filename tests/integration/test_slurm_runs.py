@@ -7,6 +7,7 @@ a node: it has no engine to wait for.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -237,6 +238,22 @@ def test_without_a_spare_the_job_is_requeued_and_kept_away_from_the_bad_node(slu
     assert "pre-flight: node n2: ray 0.0.1, " in job.last_line and "| exit code 13 | requeued" in job.last_line
     slurm.wait_for(lambda: slurm.state(job.id)["ExcNodeList"] == "n2", 10)
     slurm.cancel(job.id)
+
+
+def test_a_node_whose_daemon_was_killed_is_named_before_ray_starts(tmp_path: Path):
+    """Its job is allocated already; the daemon goes before the launcher asks the nodes."""
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    wait = f"touch {tmp_path}/ready; while [[ ! -e {tmp_path}/go ]]; do sleep 0.1; done"
+    with SlurmCluster(tmp_path / "slurm", nodes=2) as cluster:
+        job = Job(cluster, tmp_path, "true", lines=f"export MEGARL_REQUEUES=0\n{wait}\nCOMMAND=exec PRESET=")
+        cluster.wait_for((tmp_path / "ready").is_file, 60)
+        os.kill(int((cluster.run_dir / "slurmd-n2.pid").read_text()), signal.SIGKILL)
+        (tmp_path / "go").touch()
+        cluster.wait_for(lambda: "not requeued: 0 of 0" in job.output, 120)
+        cluster.wait_for(lambda: not leftovers(tmp_path), 60)
+    assert "pre-flight: node n2: Slurm cannot start a task there: Communication connection failure" in job.last_line
+    assert "| exit code 13 | not requeued: 0 of 0 restarts are used (MEGARL_REQUEUES)" in job.last_line
 
 
 def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: SlurmCluster, tmp_path: Path):

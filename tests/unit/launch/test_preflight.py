@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.errors import NodeError, SetupError
 from megarl.launch import preflight, slurm
-from megarl.launch.inspection import choose
+from megarl.launch.inspection import choose, unreachable
 from megarl.launch.preflight import GIB, TOKEN_FILE, Expected, Report, examine, judge, read_reports, xid_faults
 from megarl.launch.verdict import Cause, Outcome
 
@@ -132,6 +134,14 @@ def test_without_a_spare_or_with_a_bad_batch_node_the_job_is_one_that_lost_a_nod
     assert f"node {bad}: 7 of 8 GPUs; vllm is missing" in outcome.text
 
 
+def test_a_node_that_slurm_cannot_reach_is_named_by_srun():
+    log = (
+        "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n"
+        "srun: error: Application launch failed: Communication connection failure\nsrun: Job step aborted\n"
+    )
+    assert unreachable(log) == {"n2": ["Slurm cannot start a task there: Communication connection failure"]}
+
+
 def test_where_every_node_is_bad_the_setup_is():
     outcome = choose(NODES, 3, {node: ["there is no nvidia-smi", "0 of 8 GPUs"] for node in NODES})
     assert isinstance(outcome, Outcome)
@@ -160,3 +170,41 @@ def test_spares_are_what_is_beyond_the_least_number_of_nodes(
 def test_a_wrong_number_of_nodes_is_refused(tmp_path: Path, given: str):
     with pytest.raises(SetupError, match="MEGARL_NODES"):
         slurm.wanted_nodes(tmp_path / "job.sh", {"MEGARL_NODES": given}, 8)
+
+
+# In a process of its own, as in test_ray_cluster.py; each node's task is a line of shell.
+ASK = """
+import json, os, sys
+from pathlib import Path
+from megarl.launch import preflight
+from megarl.launch.inspection import inspect_nodes
+from megarl.launch.plan import Plan
+from megarl.launch.slurm import Allocation
+folder = Path(sys.argv[1])
+preflight._VISIBLE_S = 0.2
+plan = Plan(Allocation(7, "try", ("n1", "n2", "n3"), cpus=1, gpus=0), "10.0.0.1:20000", folder,
+            preflight=("bash", "-c", sys.argv[2]), head=(), workers=None, barrier=(), driver=())
+found = inspect_nodes(plan, 2, dict(os.environ))
+print(json.dumps(found if isinstance(found, tuple) else [found.code, found.cause.value, found.bad_nodes]))
+"""
+
+LOOK = f"{sys.executable} -m megarl.launch.preflight --folder={{0}}/preflight --temporary={{0}} --gpus=0"
+DEAD = "echo 'srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure' >&2"
+
+
+@pytest.mark.parametrize(
+    ("answering", "found"),
+    [
+        (("n1", "n2", "n3"), ["n1", "n2", "n3"]),
+        (("n1", "n3", DEAD), ["n1", "n3"]),
+        # n3 was still looking when Slurm gave the step up: it is not blamed.
+        (("n1", DEAD), [NodeError.exit_code, "node", ["n2"]]),
+    ],
+)
+def test_the_launcher_asks_all_nodes_and_goes_by_their_answers(tmp_path: Path, answering, found):
+    look = LOOK.format(tmp_path)
+    script = "; ".join(f"SLURMD_NODENAME={node} {look}" if node != DEAD else node for node in answering)
+    result = subprocess.run(
+        [sys.executable, "-c", ASK, str(tmp_path), script], capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(result.stdout.splitlines()[-1]) == found, result.stderr
