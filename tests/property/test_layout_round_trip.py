@@ -54,7 +54,8 @@ def test_leaving_out_or_doubling_any_region_is_noticed(case, data):
         for rank in range(layout.world_size)
     }
     shapes = canonical_shapes(spec, value_head=value_head)
-    rank = data.draw(st.sampled_from(sorted(regions)))
+    # A spelled pipeline may have stages without layers.
+    rank = data.draw(st.sampled_from([rank for rank, held in sorted(regions.items()) if any(r.numel for r in held)]))
     index = data.draw(st.sampled_from([i for i, region in enumerate(regions[rank]) if region.numel]))
     region = regions[rank].pop(index)
     if region.is_owner:

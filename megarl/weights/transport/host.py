@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
 import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class Outlet:
         """Wait for all readers, by destination with their names. Raises TransportError."""
         self._board, self._names = board, readers
         while missing := readers.keys() - self._readers.keys():
-            if not select.select([self._listener], [], [], CHECK_S)[0]:
+            if not wait([self._listener], CHECK_S):
                 try:
                     board.check(deadline)
                 except TransportError as error:
@@ -135,8 +135,9 @@ class Outlet:
         assert self._board is not None
         waiting = {self._readers[reader]: reader for reader in readers if self._done[reader] < number}
         while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], CHECK_S)
+            ready = wait(list(waiting), CHECK_S)
             for connection in ready:
+                assert isinstance(connection, socket.socket)
                 reader = waiting[connection]
                 try:
                     self._done[reader] = _MESSAGE.unpack(_exactly(connection, _MESSAGE.size))[0]
@@ -208,7 +209,7 @@ class Inlet:
 
     def wait(self, number: int, *, deadline: float) -> None:
         """Wait until a bucket is packed. Raises TransportError."""
-        while not select.select([self._socket], [], [], CHECK_S)[0]:
+        while not wait([self._socket], CHECK_S):
             self._board.check(deadline)
         try:
             found = _MESSAGE.unpack(_exactly(self._socket, _MESSAGE.size))[0]

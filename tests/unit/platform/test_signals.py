@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from megarl.platform import signals
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """A failing test must not leave its handlers to the others."""
-    before = {number: signal.getsignal(number) for number in (*signals.ENDING, *signals.ASKING)}
+    before = {number: signal.getsignal(number) for number in (*signals.ENDING, *signals.ASKING, signal.SIGALRM)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -51,6 +52,22 @@ def test_a_clean_up_that_hangs_can_be_interrupted_again(monkeypatch: pytest.Monk
         monkeypatch.setattr(signals, "PATIENCE_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+
+
+def test_a_signal_that_a_library_swallowed_is_raised_again_unless_the_clean_up_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(signals, "REPEAT_S", 0.05)
+    for _ in range(2):
+        with signals.handled():
+            for _ in range(2):
+                with pytest.raises(signals.Terminated):
+                    send(signal.SIGTERM)
+            with pytest.raises(signals.Terminated):
+                time.sleep(10)
+            signals.hold()
+            time.sleep(0.2)
+    time.sleep(0.2)
 
 
 def test_requests_raise_nothing_and_are_told_once_asked_for():

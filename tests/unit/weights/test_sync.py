@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -103,6 +106,19 @@ def test_three_updates_in_a_row_bring_every_value_to_every_engine(make, transpor
     assert (links[HOST] > 0, links[WIRE] > 0) == {"auto": (True, False), "network": (False, True)}.get(
         transport, (True, True)
     )
+
+
+def test_a_process_with_thousands_of_open_files_is_served(make):
+    """File numbers above 1,023, which select() cannot take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        run = make()
+        run.session.publish(0)
+        run.check(0)
 
 
 def test_no_end_holds_more_than_two_buckets(make):
