@@ -51,12 +51,12 @@ def sequence_parallel_needs_tp(config: AnyConfig) -> Iterator[Breach]:
 
 
 def experts_divide_a_stage(config: AnyConfig) -> Iterator[Breach]:
-    """Experts are shared out over the tensor- and data-parallel ranks of a stage, in groups of ep * etp."""
+    """Experts are shared out over the ranks of a pipeline stage, in groups of ep * etp."""
     for role, part in _trained(config):
         layout = part.layout
         ranks = layout.world_size // layout.pp
         if ranks % (layout.ep * layout.etp):
-            keys = tuple(f"{role}.layout.{axis}" for axis in ("ep", "etp", "tp", "dp"))
+            keys = tuple(f"{role}.layout.{axis}" for axis in ("ep", "etp", "tp", "cp", "dp"))
             yield Breach(keys, f"ep * etp dividing the {ranks} ranks of a pipeline stage")
 
 
@@ -82,13 +82,17 @@ def decay_has_an_end(config: AnyConfig) -> Iterator[Breach]:
 
 
 def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
-    """The cap of a microbatch is never exceeded, so the longest sequence must fit into it."""
+    """The cap of a microbatch is never exceeded, so the longest sequence must fit into it, with its padding."""
     longest, lengths = _longest(config)
     for role, part in _trained(config):
+        cp = part.layout.cp
+        needed = longest if cp == 1 else -(-longest // (2 * cp)) * 2 * cp
         for name in ("microbatch_tokens", "inference_microbatch_tokens"):
             cap = getattr(part.engine, name)
-            if cap is not None and cap < longest:
-                yield Breach((f"{role}.engine.{name}", *lengths), f"at least {longest}, the longest sequence")
+            if cap is not None and cap < needed:
+                keys = (f"{role}.engine.{name}", *lengths, *([f"{role}.layout.cp"] if cp > 1 else []))
+                padded = f" padded to a multiple of {2 * cp}" if cp > 1 else ""
+                yield Breach(keys, f"at least {needed}, the longest sequence{padded}")
 
 
 def _longest(config: AnyConfig) -> tuple[int, tuple[str, ...]]:
@@ -117,7 +121,7 @@ def roles_fit_the_cluster(config: AnyConfig) -> Iterator[Breach]:
     available = cluster.num_nodes * cluster.gpus_per_node
     if needed > available:
         keys = ["cluster.num_nodes", "cluster.gpus_per_node"]
-        keys += [f"{layout}.{axis}" for layout in sizes for axis in ("tp", "pp", "dp")]
+        keys += [f"{layout}.{axis}" for layout in sizes for axis in ("tp", "pp", "cp", "dp")]
         keys += ["rollout.replicas", "rollout.tp"] if engines else []
         described = ", ".join(f"{layout.removesuffix('.layout')} {size}" for layout, size in sizes.items())
         described += f", rollout {engines}" if engines else ""

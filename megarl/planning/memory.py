@@ -147,12 +147,13 @@ def state_bytes(
     data-parallel rank keeps its equal part of the padded buffer, the gaps in it counted as if they had state; gradient
     buffers are whole on every rank.
     """
-    sizes, experts, head = _parameter_sizes(spec, layout, stage, value_head)
     width, ranks = WEIGHT_BYTES[dtype], layout.dp * layout.cp
-    buffers = [(sizes, width, ranks), (experts, width, layout.expert_dp)]
-    if head:
+    buffers: list[tuple[tuple[int, ...], int, int]] = []
+    # Each virtual stage has buffers of its own.
+    for sizes, experts, head in _parameter_sizes(spec, layout, stage, value_head):
         # A value head is float32: beside weights of that dtype it stands in their buffer.
-        buffers = [(sizes + head, _F32, ranks), *buffers[1:]] if dtype == "float32" else [*buffers, (head, _F32, ranks)]
+        alike, apart = (sizes + head, ()) if dtype == "float32" else (sizes, head)
+        buffers += [(alike, width, ranks), (experts, width, layout.expert_dp), (apart, _F32, ranks)]
     buffers = [buffer for buffer in buffers if buffer[0]]
     if not trained:
         return StateBytes(sum(width * sum(members) for members, width, _ in buffers))
@@ -168,27 +169,28 @@ def state_bytes(
     return StateBytes(weights, gradients, optimizer)
 
 
-def _parameter_sizes(
-    spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Elements of each parameter of a rank; experts that have buffers of their own, and a value head, apart."""
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Elements of each parameter: of those outside of experts, of experts, of a value head."""
+
+
+def _parameter_sizes(spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool) -> tuple[_Sizes, ...]:
+    """Of each virtual stage of a rank."""
     if spec.moe is None:
         layout = replace(layout, dp=1)  # one entry of the cache for all of them
     return _cached_sizes(spec, layout, stage, value_head)
 
 
 @lru_cache(maxsize=1024)
-def _cached_sizes(
-    spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _cached_sizes(spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool) -> tuple[_Sizes, ...]:
     shapes = parameter_shapes(megatron_regions(spec, layout, Coordinate(pp=stage), value_head=value_head))
-    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    chunks: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(layout.vpp)]
     for name, shape in shapes.items():
+        chunk = int(name.removeprefix("model").partition(".")[0]) if layout.vpp > 1 else 0
         # Experts are reduced over other ranks than the rest (train/megatron/experts.py).
         is_apart = ".mlp.experts." in name
-        is_head = value_head and name == "output_layer.weight"
-        parts[2 if is_head else 1 if is_apart else 0].append(math.prod(shape))
-    return tuple(parts[0]), tuple(parts[1]), tuple(parts[2])
+        is_head = value_head and name.endswith("output_layer.weight")
+        chunks[chunk][2 if is_head else 1 if is_apart else 0].append(math.prod(shape))
+    return tuple((tuple(sizes), tuple(experts), tuple(head)) for sizes, experts, head in chunks)
 
 
 def _padded(sizes: Sequence[int], dp: int) -> int:
@@ -222,8 +224,13 @@ class Activations:
         The peak is where the forward pass ends, with the head's tensors, or in the backward pass of a layer that has
         been computed again, without them.
         """
-        kinds = [self.spec.has_experts(layer) for layer in self.layout.layers_of_stage(self.spec.num_layers, stage)]
-        in_flight = max(1, min(self.layout.pp - stage, num_microbatches))
+        tokens = -(-tokens // self.layout.cp)
+        kinds = [
+            self.spec.has_experts(layer)
+            for chunk in range(self.layout.vpp)
+            for layer in self.layout.layers_of_stage(self.spec.num_layers, stage, chunk)
+        ]
+        in_flight = self._in_flight(stage, num_microbatches)
         boundary = self._hidden() * self._width
         kept = sum(boundary if recompute == "full" else self.layer_bytes(recompute, experts=kind) for kind in kinds)
         held = tokens * (in_flight * kept + (2 * boundary if self.layout.pp > 1 else 0.0))
@@ -234,13 +241,24 @@ class Activations:
             again = tokens * (max(self.layer_bytes("none", experts=kind) for kind in kinds) + self._gradient_bytes())
         return round(held + max(end, again + self._weight_gradient()))
 
+    def _in_flight(self, stage: int, num_microbatches: int) -> float:
+        """Microbatches whose activations a stage holds at most, in whole passes through its layers.
+
+        Interleaved, a stage warms up over all of its virtual stages but the last, and twice the stages that follow it.
+        """
+        pp, vpp = self.layout.pp, self.layout.vpp
+        if vpp == 1:
+            return max(1, min(pp - stage, num_microbatches))
+        return min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, vpp * num_microbatches) / vpp
+
     def inference(self, tokens: int, *, stage: int, chunk_tokens: int) -> int:
         """Peak of a pass without gradients, in bytes, above the weights."""
+        tokens = -(-tokens // self.layout.cp)
         query, key, _ = self._sizes()
         hidden = self._hidden()
         ffn = max(self._visiting() if kind else self._feed_forward(experts=False) for kind in self._kinds)
         if self.layers == "local":
-            working = max(ffn + 4 * hidden, 3 * (query + 2 * key) + 4 * hidden)
+            working = max(ffn + 4 * hidden, 3 * (query + 2 * key) + 2 * self._gathered() + 4 * hidden)
         else:
             working = max(ffn, 2 * (query + 2 * key)) + 2 * hidden + self.spec.hidden_size
         is_last = stage == self.layout.pp - 1
@@ -264,11 +282,12 @@ class Activations:
             # Each norm keeps its input, the normalised and the result. Values are a view of the whole of query, key
             # and value, so that is kept beside rotated queries, rotated keys and the result of attention. The gate's
             # halves, its activation, the shifted up projection and their product: five times the rows.
-            elements = 6 * hidden + 3 * query + 3 * key + 3 * norms + ffn
+            elements = 6 * hidden + 3 * query + 3 * key + 3 * norms + ffn + self._gathered()
             return _F32 * elements + rotary + statistics
         # The norm's input and the normalised are float32, as are queries, keys, values and the result in attention.
         halves = width * (2 * hidden + query + norms + ffn) + _F32 * (4 * hidden + 2 * norms)
         # Recomputed, attention keeps what went into it in bfloat16: rotated queries and keys, and values as above.
+        statistics += _F32 * self._gathered()
         attention = width * (2 * query + 3 * key) if recompute == "selective" else _F32 * (2 * query + 2 * key)
         return halves + attention + rotary + statistics
 
@@ -288,6 +307,10 @@ class Activations:
         routed = moe.top_k * (self.layout.etp * self.spec.hidden_size + (rows + 1) * moe.ffn_hidden_size)
         shared = rows * moe.shared_ffn_hidden_size / self.layout.tp + (self._hidden() if moe.shared_gate else 0.0)
         return share * (routed + ROUTER_TENSORS * moe.num_experts) + shared
+
+    def _gathered(self) -> float:
+        """Keys and values of the whole sequence that megarl's attention gathers for one token of a rank."""
+        return 2 * self.layout.cp * self._sizes()[1] if self.layout.cp > 1 else 0.0
 
     def _visiting(self) -> float:
         """Elements of one token alive in a layer with experts in a pass without gradients.

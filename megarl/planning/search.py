@@ -193,13 +193,14 @@ def _candidates(
     for (training, rollout, mode, off), tp, pp, ep, engine_tp, recompute in product(
         splits, DEGREES, stages, dealt, DEGREES, ("none", "full")
     ):
-        if training % (tp * pp) or rollout % engine_tp or max(tp, engine_tp) > per_node:
+        ranks = tp * pp * config.actor.layout.cp
+        if training % ranks or rollout % engine_tp or max(tp, engine_tp) > per_node:
             continue
         if training // pp % (ep * config.actor.layout.etp):
             continue
         layout = config.actor.layout.model_copy(
             update={
-                "tp": tp, "pp": pp, "dp": training // (tp * pp), "ep": ep, "sequence_parallel": tp > 1,
+                "tp": tp, "pp": pp, "dp": training // ranks, "ep": ep, "sequence_parallel": tp > 1,
                 "num_layers_in_first_stage": None, "num_layers_in_last_stage": None,
             }
         )  # fmt: skip

@@ -278,7 +278,8 @@ def _pipeline_s(
         count = max(count, min(2 * layout.pp, math.ceil(work.sequences / work.updates / layout.dp)))
     each = mine / count
     length = round(work.prompt_tokens + work.response_tokens)
-    flops = factor * spec.flops_per_token(length) * each / (layout.tp * layout.pp)
+    own = each / layout.cp
+    flops = factor * spec.flops_per_token(length) * own / (layout.tp * layout.pp)
     slot = flops / (gpu.peak_flops * MATMUL_SHARE)
     layers = spec.num_layers / layout.pp
     if layout.tp > 1:
@@ -287,21 +288,28 @@ def _pipeline_s(
             if layout.tp <= place.gpus_per_node
             else gpu.network_bytes_per_s * NETWORK_SHARE
         )
-        moved = 2 * (layout.tp - 1) / layout.tp * each * spec.hidden_size * 2
+        moved = 2 * (layout.tp - 1) / layout.tp * own * spec.hidden_size * 2
         slot += layers * transfers * 2 * (moved / link + ALL_REDUCE_S)
+    if layout.cp > 1:
+        # Keys and values of all other ranks, and their gradients.
+        is_inside = layout.tp * layout.cp <= place.gpus_per_node
+        link = gpu.link_bytes_per_s * LINK_SHARE if is_inside else gpu.network_bytes_per_s * NETWORK_SHARE
+        moved = (layout.cp - 1) * own * 2 * spec.kv_size / layout.tp * 2
+        slot += layers * transfers * (moved / link + ALL_REDUCE_S)
     if spec.moe is not None and layout.ep > 1:
         # Out and back; each rank sends its own tokens to top_k experts, most of them on other ranks.
         is_inside = layout.ep * layout.etp <= place.gpus_per_node
         link = gpu.link_bytes_per_s * LINK_SHARE if is_inside else gpu.network_bytes_per_s * NETWORK_SHARE
-        visits = spec.moe.top_k * (layout.ep - 1) / layout.ep * each / layout.tp
+        visits = spec.moe.top_k * (layout.ep - 1) / layout.ep * own / layout.tp
         share = spec.num_expert_layers / spec.num_layers
         slot += layers * share * transfers * 2 * (visits * spec.hidden_size * 2 / link + ALL_REDUCE_S)
     if layout.pp > 1:
-        crosses = layout.tp * layout.dp >= place.gpus_per_node
+        crosses = layout.tp * layout.cp * layout.dp >= place.gpus_per_node
         link = gpu.network_bytes_per_s * NETWORK_SHARE if crosses else gpu.link_bytes_per_s * LINK_SHARE
         width = spec.hidden_size / (layout.tp if layout.sequence_parallel else 1)
-        slot += min(transfers, 2) * each * width * 2 / link
-    return (count + layout.pp - 1) * slot
+        # With virtual stages a microbatch passes each stage as often as it has of them.
+        slot += min(transfers, 2) * own * width * 2 / link * layout.vpp
+    return (count + (layout.pp - 1) / layout.vpp) * slot
 
 
 def _rank_parameters(spec: ModelSpec, layout: ParallelLayout) -> tuple[float, float]:
@@ -319,9 +327,9 @@ def _rank_parameters(spec: ModelSpec, layout: ParallelLayout) -> tuple[float, fl
 def _reduce_s(spec: ModelSpec, gpu: Gpu, place: Placement) -> float:
     """Float32 gradients reduce-scattered, bfloat16 weights gathered over the replicas of a shard."""
     layout = place.layout
-    crosses = layout.tp * layout.dp > place.gpus_per_node
+    crosses = layout.tp * layout.cp * layout.dp > place.gpus_per_node
     link = gpu.network_bytes_per_s * NETWORK_SHARE if crosses else gpu.link_bytes_per_s * LINK_SHARE
-    parameters, replicas = _rank_parameters(spec, layout), (layout.dp, layout.expert_dp)
+    parameters, replicas = _rank_parameters(spec, layout), (layout.dp * layout.cp, layout.expert_dp)
     return sum(own * (4 + 2) * (dp - 1) / dp / link for own, dp in zip(parameters, replicas, strict=True))
 
 
@@ -333,7 +341,7 @@ def _optimizer_s(spec: ModelSpec, gpu: Gpu, place: Placement) -> float:
 def _sharded(spec: ModelSpec, layout: ParallelLayout) -> float:
     """Parameters whose optimizer state a rank holds."""
     outside, experts = _rank_parameters(spec, layout)
-    return outside / layout.dp + experts / layout.expert_dp
+    return outside / (layout.dp * layout.cp) + experts / layout.expert_dp
 
 
 # Weights and turns

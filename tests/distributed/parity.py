@@ -49,6 +49,7 @@ class Case:
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
+    cp: int = 1
     dp: int = 1
     ep: int = 1
     etp: int = 1
@@ -69,7 +70,7 @@ class Case:
         """Whether there is such a layout, and megarl trains the model in it, on few enough ranks."""
         if self.sequence_parallel and self.tp == 1:
             return False
-        ranks = self.tp * self.dp
+        ranks = self.tp * self.cp * self.dp
         if ranks * self.pp > MOST_RANKS or ranks % (self.ep * self.etp):
             return False
         if self.model != "experts":
@@ -89,10 +90,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "sequence_parallel": (False, True),
     "pp": (1, 2),
+    "cp": (1, 2),
     "dp": (1, 2),
     "ep": (1, 2),
     "etp": (1, 2),
-    "cap": (24, 1000),
+    "cap": (28, 1000),
     "distributed": (False, True),
 }
 

@@ -9,12 +9,14 @@ from megarl.parallel.grid import ParallelLayout
 
 
 class LayoutConfig(StrictModel):
-    """Megatron's parallel degrees of one role; ``tp * pp * dp`` processes."""
+    """Megatron's parallel degrees of one role; ``tp * pp * cp * dp`` processes."""
 
     tp: int = Field(1, ge=1)
     """Tensor-parallel size."""
     pp: int = Field(1, ge=1)
     """Pipeline-parallel size (1F1B)."""
+    cp: int = Field(1, ge=1)
+    """Context-parallel size: ranks that share the tokens of every sequence, padded to a multiple of 2 * cp."""
     dp: int = Field(1, ge=1)
     """Data-parallel size."""
     ep: int = Field(1, ge=1)
@@ -30,13 +32,14 @@ class LayoutConfig(StrictModel):
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     def grid(self) -> ParallelLayout:
         """The grid that ranks are computed on. Raises LayoutError for degrees that contradict each other."""
         return ParallelLayout(
             tp=self.tp,
             pp=self.pp,
+            cp=self.cp,
             dp=self.dp,
             ep=self.ep,
             etp=self.etp,

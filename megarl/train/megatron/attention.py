@@ -1,8 +1,8 @@
 """Core attention over packed sequences for devices without Transformer Engine.
 
 Megatron-Core's own ``DotProductAttention`` refuses packed sequences (transformer/dot_product_attention.py:153). This
-takes its place in the layer specification. Sequences of similar length are put side by side in a padded block, so that
-many short sequences cost one kernel call, and no score matrix spans the pack.
+takes its place in the layer specification, over blocks of sequences (``blocks.py``). Under context parallelism a rank
+has the queries of its own tokens (``context.py``).
 
 Invariants:
 1. A token attends to the tokens up to itself of its own sequence, and to nothing else.
@@ -13,103 +13,18 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
-SHORT_TOKENS = 64
-"""Sequences up to this length share a block whatever their lengths: the kernel call costs more than their padding."""
-LENGTH_RATIO = 0.7
-"""In a block of longer sequences the shortest has at least this share of the longest's length."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Consecutive padded slots: ``count`` sequences of ``length`` slots each, from slot ``start``."""
-
-    start: int
-    count: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackPlan:
-    """Where the N tokens of a pack stand in padded blocks of S slots.
-
-    Attributes:
-        blocks: the blocks, in order of their slots.
-        token_of_slot: [S] int64; padding slots repeat the sequence's first token.
-        slot_of_token: [N] int64, its inverse on tokens; of a token with several slots the first.
-        is_identity: tokens are their own slots, so nothing has to be moved.
-        copies: where tokens have several slots, the slots of all tokens [E] int64, one token's after another's, and
-            where each token's begin [N] int64.
-    """
-
-    blocks: tuple[Block, ...]
-    token_of_slot: Tensor
-    slot_of_token: Tensor
-    is_identity: bool
-    copies: tuple[Tensor, Tensor] | None = None
-
-
-def plan_blocks(lengths: Sequence[int]) -> PackPlan:
-    """Blocks for sequences of these lengths standing one after another in a pack. Empty sequences take no slot."""
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    order = [index for index, length in enumerate(lengths) if length]
-    members = _group_by_length(lengths, order)
-    blocks: list[Block] = []
-    slots: list[Tensor] = []
-    slot_of_token = torch.empty(starts[-1], dtype=torch.int64)
-    start = 0
-    for group in members:
-        length = max(lengths[index] for index in group)
-        blocks.append(Block(start, len(group), length))
-        first = torch.tensor([starts[index] for index in group])[:, None]
-        size = torch.tensor([lengths[index] for index in group])[:, None]
-        place = torch.arange(length)[None]
-        is_token = place < size
-        tokens = torch.where(is_token, first + place, first)
-        slot_of_token[tokens[is_token]] = start + is_token.flatten().nonzero().flatten()
-        slots.append(tokens.flatten())
-        start += len(group) * length
-    token_of_slot = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
-    is_identity = len(token_of_slot) == starts[-1] and torch.equal(token_of_slot, torch.arange(starts[-1]))
-    return PackPlan(tuple(blocks), token_of_slot, slot_of_token, is_identity)
-
-
-def share_tokens(plan: PackPlan, token_of_place: Tensor, num_tokens: int) -> PackPlan:
-    """The plan of sequences that have tokens in common.
-
-    Args:
-        plan: of the sequences, as if each token of each of them stood in the pack (a place).
-        token_of_place: [E] int64 tokens of the pack that stand in those places; every token has one at least.
-        num_tokens: N, tokens of the pack.
-    """
-    order = token_of_place.argsort(stable=True)
-    counts = token_of_place.bincount(minlength=num_tokens)
-    slots, starts = plan.slot_of_token[order], counts.cumsum(0) - counts
-    return PackPlan(plan.blocks, token_of_place[plan.token_of_slot], slots[starts], False, (slots, starts))
-
-
-def _group_by_length(lengths: Sequence[int], order: Sequence[int]) -> list[list[int]]:
-    """Sequences (indices) of each block; those of a block in the order of the pack."""
-    groups: list[list[int]] = []
-    longest = 0
-    for index in sorted(order, key=lambda index: -lengths[index]):
-        if not groups or (longest > SHORT_TOKENS and lengths[index] < LENGTH_RATIO * longest):
-            groups.append([])
-            longest = lengths[index]
-        groups[-1].append(index)
-    return [sorted(group) for group in groups]
+from megarl.train.megatron.blocks import Block, PackPlan, plan_blocks, share_tokens
+from megarl.train.megatron.context import ContextPlan, GatherContext, plan_context
 
 
 class SharedSequences(PackedSeqParams):
@@ -132,9 +47,14 @@ class PlannedSequences(PackedSeqParams):
 
     ``qkv_format`` is ``sbhd``: Megatron then keeps tensors as [N, 1, heads, d] and rotates each token by its own row of
     the rotary table, instead of looping over the sequences.
+
+    Args:
+        packed: Megatron's parameters of the whole pack.
+        cp_rank: this rank among those that share the pack's tokens.
+        cp_size: how many those are.
     """
 
-    def __init__(self, packed: PackedSeqParams) -> None:
+    def __init__(self, packed: PackedSeqParams, *, cp_rank: int = 0, cp_size: int = 1) -> None:
         super().__init__(
             qkv_format="sbhd",
             cu_seqlens_q=packed.cu_seqlens_q,
@@ -142,7 +62,13 @@ class PlannedSequences(PackedSeqParams):
             max_seqlen_q=packed.max_seqlen_q,
             max_seqlen_kv=packed.max_seqlen_kv,
         )
-        self.plan = plan_blocks(packed.cu_seqlens_q.diff().tolist())
+        self.packed = packed
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        self.plan: PackPlan | ContextPlan
+        if cp_size > 1:
+            self.plan = plan_context(lengths, cp_rank, cp_size)
+            return
+        self.plan = plan_blocks(lengths)
         if isinstance(packed, SharedSequences):
             self.plan = share_tokens(self.plan, packed.token_of_place, packed.num_tokens)
 
@@ -207,16 +133,52 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: PackPlan, 
     return tokens
 
 
-def _block_attention(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> Tensor:
-    """Attention of one block, [count * length, heads, d]."""
-    stop = block.start + block.count * block.length
+def context_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: ContextPlan, scale: float, group: dist.ProcessGroup
+) -> Tensor:
+    """``packed_attention`` of this rank's tokens, with keys and values of all context-parallel ranks; collective.
+
+    Args:
+        query: [N / size, heads, d] float32 or bfloat16.
+        key: [N / size, kv_heads, d].
+        value: [N / size, kv_heads, d'].
+        plan: of this rank.
+        scale: factor of the scores.
+        group: the context-parallel ranks.
+
+    Returns:
+        [N / size, heads, d'] in the dtype of ``query``.
+    """
+    size = key.shape[-1]
+    whole = GatherContext.apply(torch.cat([key, value], dim=-1), plan.gathered, group)
+    query = _TokensToSlots.apply(query, plan.queries)
+    key, value = _TokensToSlots.apply(whole, plan.keys).tensor_split([size], dim=-1)
+    blocks = zip(plan.queries.blocks, plan.keys.blocks, plan.masks, strict=True)
+    outputs = [_block_attention(query, key, value, own, scale, other, mask) for own, other, mask in blocks]
+    tokens: Tensor = _SlotsToTokens.apply(torch.cat(outputs), plan.queries.slot_of_token)
+    return tokens
+
+
+def _block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: Block,
+    scale: float,
+    keys: Block | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of one block, [count * length, heads, d]; causal, unless keys have a block of their own and a mask."""
+    keys = block if keys is None else keys
     # [count * length, heads, d] -> [count, heads, length, d], strides only
     query, key, value = (
-        tensor[block.start : stop].view(block.count, block.length, *tensor.shape[1:]).transpose(1, 2)
-        for tensor in (query, key, value)
+        tensor[at.slots].view(at.count, at.length, *tensor.shape[1:]).transpose(1, 2)
+        for tensor, at in ((query, block), (key, keys), (value, keys))
     )
     grouped = query.shape[1] != key.shape[1]
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
     return output.transpose(1, 2).reshape(block.count * block.length, *output.shape[1::2])
 
 
@@ -226,8 +188,16 @@ class PackedAttention(MegatronModule):
     Takes the arguments that Megatron's ``SelfAttention`` builds its core attention with.
     """
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **__: Any,
+    ) -> None:
         super().__init__(config=config)
+        self.cp_group: dist.ProcessGroup | None = None if pg_collection is None else pg_collection.cp
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -251,7 +221,11 @@ class PackedAttention(MegatronModule):
         query, key, value = query.float(), key.float(), value.float()
         if isinstance(packed_seq_params, PlannedSequences):
             plan = packed_seq_params.plan
-            output = packed_attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), plan, self.scale)
+            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            if isinstance(plan, PackPlan):
+                output = packed_attention(query, key, value, plan, self.scale)
+            else:
+                output = context_attention(query, key, value, plan, self.scale, self.cp_group)
             return output.reshape(length, 1, -1).to(dtype)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         grouped = query.shape[1] != key.shape[1]

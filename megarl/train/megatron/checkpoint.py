@@ -79,7 +79,7 @@ class _DirectSave(torch_strategy.TorchDistSaveShardedStrategy):
 
 def save(
     directory: Path,
-    module: Any,
+    modules: Sequence[Any],
     optimizer: Optimizer | None,
     rng_state: Mapping[str, Any],
     layout: ParallelLayout,
@@ -91,7 +91,7 @@ def save(
 
     Args:
         directory: new or empty directory on a file system all ranks see.
-        module: the bare model of this rank.
+        modules: the bare chunks of this rank's model.
         optimizer: its optimizer; None for a model that is not trained.
         rng_state: this rank's random generators.
         layout: the role's layout.
@@ -108,7 +108,7 @@ def save(
     if optimizer is not None:
         optimizer.materialise_state()
     metadata = _metadata(dp_group)
-    state = _state_dict(module, optimizer, metadata, is_loading=False)
+    state = _state_dict(modules, optimizer, metadata, is_loading=False)
     state["rng"] = _rng_object(rng_state, layout)
     _on_first_rank(lambda: _prepare(directory), directory)
     _require_space(directory, state)
@@ -130,7 +130,7 @@ def save(
 
 def load(
     directory: Path,
-    module: Any,
+    modules: Sequence[Any],
     optimizer: Optimizer | None,
     layout: ParallelLayout,
     *,
@@ -152,13 +152,14 @@ def load(
     metadata = _metadata(dp_group)
     if optimizer is not None:
         optimizer.materialise_state()
-    state = _state_dict(module, optimizer, metadata, is_loading=True)
+    state = _state_dict(modules, optimizer, metadata, is_loading=True)
     if same_layout:
         state["rng"] = _rng_object({}, layout)
     try:
         with _quiet():
             loaded = dist_checkpointing.load(state, str(directory), strict="raise_unexpected")
-        module.load_state_dict(loaded["model"])
+        for name, module in _named(modules).items():
+            module.load_state_dict(loaded[name])
         if optimizer is not None:
             optimizer.load_state(loaded["optimizer"])
             optimizer.load_counters(described["optimizer"])
@@ -220,14 +221,18 @@ def _storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state_dict(
-    module: Any, optimizer: Optimizer | None, metadata: dict[str, Any], *, is_loading: bool
+    modules: Sequence[Any], optimizer: Optimizer | None, metadata: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
-    state = {"model": module.sharded_state_dict(metadata=metadata)}
+    state = {name: module.sharded_state_dict(metadata=metadata) for name, module in _named(modules).items()}
     if optimizer is not None:
-        state["optimizer"] = optimizer.megatron.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
-        )
+        weights = state["model"] if len(modules) == 1 else dict(state)
+        state["optimizer"] = optimizer.megatron.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     return state
+
+
+def _named(modules: Sequence[Any]) -> dict[str, Any]:
+    """Chunks by their place in a checkpoint's state; the files do not tell chunks apart."""
+    return {"model" if len(modules) == 1 else f"model{index}": module for index, module in enumerate(modules)}
 
 
 def _rng_object(rng_state: Mapping[str, Any], layout: ParallelLayout) -> ShardedObject:

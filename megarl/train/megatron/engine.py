@@ -29,7 +29,7 @@ from megarl.train.megatron import microbatch as mb
 from megarl.train.megatron.experts import are_grouped
 from megarl.train.megatron.forward import HeadOptions, ModelParts, TokenOutputs, configure_schedule, forward_only
 from megarl.train.megatron.initialize import random_weights
-from megarl.train.megatron.model import build_model
+from megarl.train.megatron.model import build_model, named_parameters
 from megarl.train.megatron.objectives import PolicyObjective, SftObjective, ValueObjective
 from megarl.train.megatron.optimizer import Optimizer
 from megarl.weights.check import detect_naming
@@ -85,39 +85,44 @@ class MegatronEngine:
         self.is_value = head == "value"
         self._source_dir = model_dir if source_dir is None else source_dir
         self._dtype = _DTYPES[engine.dtype]
-        (self._module,) = build_model(
+        self._modules = build_model(
             spec, groups, device=device, dtype=self._dtype, head=head, recompute=engine.recompute
         )
-        params = dict(self._module.named_parameters())
+        params = named_parameters(self._modules)
         self._naming = detect_naming(params)
         self._grouped_experts = are_grouped(params)
         # Before the optimizer is made: with bfloat16 it copies the weights.
         self._fill_weights(params, model_dir, seed)
-        configure_schedule(self._module.config)
-        self._chunk: torch.nn.Module = self._module
+        configure_schedule(self._modules[0].config)
+        self._chunks: list[torch.nn.Module] = list(self._modules)
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
-            self._chunk = DistributedDataParallel(
-                self._module.config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed, bucket_size=None
-                ),
-                self._module,
-            )
-            self.optimizer = Optimizer([self._chunk], optimizer, dtype=self._dtype, total_updates=total_updates)
-        self._offloader = offload.Offloader(self._chunk, self.optimizer, device)
+            self._chunks = [
+                DistributedDataParallel(
+                    module.config,
+                    DistributedDataParallelConfig(
+                        grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed, bucket_size=None
+                    ),
+                    module,
+                )
+                for module in self._modules
+            ]
+            self.optimizer = Optimizer(self._chunks, optimizer, dtype=self._dtype, total_updates=total_updates)
+        self._offloader = offload.Offloader(self._chunks, self.optimizer, device)
         self._parts = ModelParts(
-            chunk=self._chunk,
-            module=self._module,
+            chunks=self._chunks,
+            module=self._modules[-1],
             vocab_size=spec.vocab_size,
             chunk_tokens=engine.logits_chunk_tokens,
             is_value=self.is_value,
             sequence_parallel=groups.layout.sequence_parallel,
             tp_group=groups.tp,
+            cp_group=groups.cp,
             pp_size=groups.layout.pp,
             device=device.torch_device,
-            # Our core attention does; Transformer Engine's takes sequences one after another only.
-            shares_prompts=device.layer_implementation == "local",
+            # Our core attention does; Transformer Engine's takes sequences one after another only, and context-parallel
+            # ranks share out the tokens of each.
+            shares_prompts=device.layer_implementation == "local" and groups.layout.cp == 1,
         )
 
     # -- passes without gradients ------------------------------------------------------------------------------------
@@ -141,16 +146,8 @@ class MegatronEngine:
     def _per_token(self, batch: Batch, head: HeadOptions, names: Sequence[str]) -> dict[str, Ragged] | None:
         self._require_onload()
         rows = batch.response_lengths.nonzero().flatten().tolist()
-        multiple = self._parts.token_multiple
         cap = self.config.inference_microbatch_tokens
-        (plan,) = mb.plan_rows(
-            batch.sequence_lengths,
-            [rows],
-            self.config.microbatch_tokens if cap is None else cap,
-            multiple=multiple,
-            fewest=self._parts.fewest_microbatches,
-            dp_group=self.groups.dp,
-        )
+        (plan,) = self._parts.plan(batch, [rows], self.config.microbatch_tokens if cap is None else cap, self.groups.dp)
         microbatches = [self._parts.pack(batch, members) for members in plan]
 
         def read(outputs: TokenOutputs, _: mb.Microbatch) -> list[Tensor]:
@@ -206,7 +203,7 @@ class MegatronEngine:
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters by Megatron's name."""
         self._require_onload()
-        return dict(self._module.named_parameters())
+        return dict(named_parameters(self._modules))
 
     def regions(self) -> list[Region]:
         """Where this rank's parameters lie in canonical tensors."""
@@ -251,7 +248,7 @@ class MegatronEngine:
         self._require_onload()
         checkpoint.save(
             Path(directory),
-            self._module,
+            self._modules,
             self.optimizer,
             self._rng_state(),
             self.groups.layout,
@@ -263,7 +260,7 @@ class MegatronEngine:
         """Continue from ``save``; returns the counters given to it; collective."""
         self._require_onload()
         counters, rng_state = checkpoint.load(
-            Path(directory), self._module, self.optimizer, self.groups.layout, dp_group=self.groups.dp_cp
+            Path(directory), self._modules, self.optimizer, self.groups.layout, dp_group=self.groups.dp_cp
         )
         if rng_state is not None:
             self._set_rng_state(rng_state)
@@ -297,8 +294,8 @@ class MegatronEngine:
 
     def state_summary(self) -> StateSummary:
         """Bytes this rank holds on its device."""
-        weights = offload.unique_storages(offload.weight_tensors(self._chunk))
-        gradients = offload.unique_storages(offload.gradient_tensors(self._chunk))
+        weights = offload.unique_storages(offload.weight_tensors(self._chunks))
+        gradients = offload.unique_storages(offload.gradient_tensors(self._chunks))
         states: dict[int, torch.UntypedStorage] = {}
         if self.optimizer is not None:
             states = offload.unique_storages(offload.optimizer_tensors(self.optimizer))

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,10 +21,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from megarl.algorithms.context_parallel import whole_rows
 from megarl.data.batch import Batch
 from megarl.train.megatron.attention import SharedSequences
 from megarl.train.megatron.heads import vocab_log_probs
-from megarl.train.megatron.microbatch import Microbatch, build
+from megarl.train.megatron.microbatch import ContextSlice, Microbatch, build, level, plan_rows
 from megarl.train.megatron.model import Chunk
 
 Result = TypeVar("Result")
@@ -66,27 +68,29 @@ class ModelParts:
     """One rank's part of a Megatron model and what a forward pass needs to know about it.
 
     Args:
-        chunk: the model chunk the schedule runs, wrapped in DistributedDataParallel if it is trained. On the last
-            stage its output is the hidden states [N or N / tp, 1, H] before the output layer, or, with a value head,
-            the values [N, 1, 1].
-        module: the bare ``model.Chunk`` inside.
+        chunks: the model chunks the schedule runs, one for each virtual stage, wrapped in DistributedDataParallel if
+            they are trained. On the last stage the last one's output is the hidden states [n or n / tp, 1, H] before
+            the output layer, or, with a value head, the values [n, 1, 1].
+        module: the bare ``model.Chunk`` inside the last.
         vocab_size: vocabulary entries that exist.
         chunk_tokens: tokens whose logits are held at once.
         is_value: the model ends in a value head.
         sequence_parallel: hidden states are split over ``tp_group`` along the tokens.
         tp_group: tensor-parallel group.
+        cp_group: context-parallel group.
         pp_size: pipeline stages.
         device: where tensors live.
         shares_prompts: the core attention takes rows with a prompt in common (``SharedSequences``).
     """
 
-    chunk: nn.Module
+    chunks: Sequence[nn.Module]
     module: Chunk
     vocab_size: int
     chunk_tokens: int
     is_value: bool
     sequence_parallel: bool
     tp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
     pp_size: int
     device: torch.device
     shares_prompts: bool = False
@@ -94,11 +98,29 @@ class ModelParts:
     @property
     def token_multiple(self) -> int:
         """Tokens of a microbatch are padded to a multiple of it."""
-        return self.tp_group.size() if self.sequence_parallel else 1
+        ranks = self.context.size * (self.tp_group.size() if self.sequence_parallel else 1)
+        return math.lcm(self.context.unit, ranks)
+
+    @property
+    def context(self) -> ContextSlice:
+        """Which tokens of a pack are this rank's."""
+        return ContextSlice(self.cp_group.rank(), self.cp_group.size())
+
+    def plan(self, batch: Batch, groups: Sequence[Sequence[int]], cap: int, dp_group: Any) -> list[list[list[int]]]:
+        """Rows of each microbatch of each group of rows; collective over ``dp_group`` (``microbatch.plan_rows``)."""
+        return plan_rows(
+            self.context.padded(batch.sequence_lengths),
+            groups,
+            cap,
+            multiple=self.token_multiple,
+            fewest=self.fewest_microbatches,
+            count_multiple=self.pp_size if len(self.chunks) > 1 else 1,
+            dp_group=dp_group,
+        )
 
     def pack(self, batch: Batch, rows: Sequence[int]) -> Microbatch:
         """Rows of the batch as one microbatch of this model."""
-        return build(batch, rows, multiple=self.token_multiple, share_prompts=self.shares_prompts)
+        return build(batch, rows, multiple=self.token_multiple, share_prompts=self.shares_prompts, context=self.context)
 
     @property
     def fewest_microbatches(self) -> int:
@@ -132,13 +154,15 @@ def forward_only(
     def collect(microbatch: Microbatch, output: Tensor, non_loss_data: bool = False) -> Result:
         return read(token_outputs(parts, output, microbatch, options), microbatch)
 
-    was_training = parts.chunk.training
-    parts.chunk.eval()
+    was_training = parts.module.training
+    for chunk in parts.chunks:
+        chunk.eval()
     try:
         with torch.no_grad():
             return _run(parts, microbatches, collect, forward_only=True, collect_non_loss_data=True)
     finally:
-        parts.chunk.train(was_training)
+        for chunk in parts.chunks:
+            chunk.train(was_training)
 
 
 def forward_backward(
@@ -162,7 +186,8 @@ def forward_backward(
         value, result = loss(outputs, microbatch)
         return value, no_tokens, result
 
-    parts.chunk.train()
+    for chunk in parts.chunks:
+        chunk.train()
     results = _run(parts, microbatches, share, forward_only=False)
     return [result for result in results if result is not None]
 
@@ -182,11 +207,15 @@ def _run(
 
     if not microbatches:
         return []
+    is_interleaved = len(parts.chunks) > 1
+    if is_interleaved:
+        microbatches = level(microbatches, parts.context)
     return list(
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(microbatches),
-            model=[parts.chunk],
+            # Every virtual stage sees every microbatch.
+            data_iterator=[iter(microbatches) for _ in parts.chunks] if is_interleaved else iter(microbatches),
+            model=list(parts.chunks),
             num_microbatches=len(microbatches),
             seq_length=max(microbatch.num_tokens for microbatch in microbatches),
             micro_batch_size=1,
@@ -210,9 +239,10 @@ def packed_seq_params(microbatch: Microbatch) -> PackedSeqParams:
 
 
 def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, options: HeadOptions) -> TokenOutputs:
-    """Outputs of a microbatch's response tokens from what the last stage's chunk returned."""
+    """Outputs of a microbatch's response tokens from what the last stage's chunk returned; collective over ``cp``."""
     if parts.is_value:
-        return TokenOutputs(values=output.reshape(-1).float().index_select(0, microbatch.positions))
+        values = output.reshape(-1).float().index_select(0, microbatch.positions)
+        return TokenOutputs(values=_whole(parts, values, microbatch))
     hidden = output.reshape(-1, output.shape[-1])
     squares = None
     if options.with_sum_pi_squared:
@@ -230,7 +260,24 @@ def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, opt
         sequence_parallel=parts.sequence_parallel,
         sum_pi_squared=squares,
     )
-    return TokenOutputs(log_probs=log_probs, entropy=entropy, sum_pi_squared=squares)
+    return TokenOutputs(
+        log_probs=_whole(parts, log_probs, microbatch),
+        entropy=None if entropy is None else _whole(parts, entropy, microbatch),
+        sum_pi_squared=None if squares is None else _whole(parts, squares, microbatch),
+    )
+
+
+def _whole(parts: ModelParts, mine: Tensor, microbatch: Microbatch) -> Tensor:
+    """Values of all M response tokens from this rank's [m], on every context-parallel rank."""
+    if microbatch.places is None:
+        return mine
+
+    def total(rows: Tensor) -> Tensor:
+        dist.all_reduce(rows, group=parts.cp_group)
+        return rows
+
+    size = int(microbatch.response_lengths.sum())
+    return whole_rows(mine[None], microbatch.places, size, total)[0]
 
 
 def _any_output(outputs: TokenOutputs) -> Tensor:

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -23,23 +23,29 @@ from torch import Tensor
 from megarl.data.batch import Batch, Ragged
 from megarl.data.packing import pack
 from megarl.errors import DataError, TrainError
+from megarl.train.megatron.context import zigzag
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """Packed sequences of one forward pass on one data-parallel rank: N tokens, of which M are response tokens.
 
+    Under context parallelism tokens, positions and targets are those of this rank, n = N / context_size and m of them;
+    sequences and response lengths are whole.
+
     Args:
         rows: batch rows in the order of packing; empty in a dummy.
-        tokens: [1, N] int64.
-        position_ids: [1, N] int64, from 0 in each sequence.
+        tokens: [1, n] int64.
+        position_ids: [1, n] int64, from 0 in each sequence.
         cu_seqlens: [sequences + 1] int32, first token of each sequence, then N; padding is a sequence of its own.
         max_seqlen: longest sequence.
-        positions: [M] int64 tokens of [0, N) whose output predicts a response token.
-        targets: [M] int64 those response tokens.
+        positions: [m] int64 tokens of [0, n) whose output predicts a response token.
+        targets: [m] int64 those response tokens.
         response_lengths: [rows] int64, in the order of ``rows``; they sum to M.
         token_of_place: [E] int64 if rows share a prompt: which token stands in each place of the sequences, which
             ``cu_seqlens`` then counts in places.
+        context_size: ranks that share the tokens.
+        places: [m] int64 where this rank's response tokens stand among all M; None if it has all of them.
     """
 
     rows: tuple[int, ...]
@@ -51,23 +57,17 @@ class Microbatch:
     targets: Tensor
     response_lengths: Tensor
     token_of_place: Tensor | None = None
+    context_size: int = 1
+    places: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
-        return self.tokens.shape[1]
+        """N, tokens of all ranks that share them."""
+        return self.tokens.shape[1] * self.context_size
 
     def to(self, device: torch.device) -> Microbatch:
-        return Microbatch(
-            self.rows,
-            self.tokens.to(device),
-            self.position_ids.to(device),
-            self.cu_seqlens.to(device),
-            self.max_seqlen,
-            self.positions.to(device),
-            self.targets.to(device),
-            self.response_lengths.to(device),
-            None if self.token_of_place is None else self.token_of_place.to(device),
-        )
+        moved = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
 
 
 def plan_rows(
@@ -77,16 +77,18 @@ def plan_rows(
     *,
     multiple: int = 1,
     fewest: int = 1,
+    count_multiple: int = 1,
     dp_group: dist.ProcessGroup | None,
 ) -> list[list[list[int]]]:
     """Rows of each microbatch of each group of rows (a minibatch), the same number on every data-parallel rank.
 
     Args:
-        lengths: [B] int64 tokens of each row, prompt and response.
+        lengths: [B] int64 tokens of each row, prompt and response, with the padding it gets.
         groups: rows of each minibatch on this rank.
         cap: most tokens of a microbatch.
         multiple: microbatches are padded to a multiple of it; the cap holds with padding.
         fewest: make at least so many of a group, if it has the rows: a pipeline wants some to overlap.
+        count_multiple: make a multiple of it; virtual stages take turns in rounds of as many as there are stages.
         dp_group: ranks that must agree; None is one rank.
 
     Returns:
@@ -102,6 +104,7 @@ def plan_rows(
     plans = [_pack_rows(lengths, rows, usable, fewest) for rows in groups]
     counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64)
     counts = _reduced(counts, dist.ReduceOp.MAX, dp_group)
+    counts = -(-counts // count_multiple) * count_multiple
     for index, (plan, count) in enumerate(zip(plans, counts.tolist(), strict=True)):
         if len(plan) < count:
             plan = _pack_rows(lengths, groups[index], usable, count)
@@ -150,11 +153,46 @@ def largest(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return _reduced(counts, dist.ReduceOp.MAX, group)
 
 
-def build(batch: Batch, rows: Sequence[int], *, multiple: int = 1, share_prompts: bool = False) -> Microbatch:
+@dataclass(frozen=True, slots=True)
+class ContextSlice:
+    """This rank among the context-parallel ranks, which share the tokens of a pack; see ``context.zigzag``."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def unit(self) -> int:
+        """Sequences are padded to a multiple of it."""
+        return 2 * self.size if self.size > 1 else 1
+
+    def padded(self, lengths: Tensor) -> Tensor:
+        """Lengths of sequences with their padding."""
+        return -(-lengths // self.unit) * self.unit
+
+
+WHOLE = ContextSlice()
+"""Without context parallelism."""
+
+
+def build(
+    batch: Batch,
+    rows: Sequence[int],
+    *,
+    multiple: int = 1,
+    share_prompts: bool = False,
+    context: ContextSlice = WHOLE,
+) -> Microbatch:
     """Pack whole rows of the batch into one microbatch, padded to a multiple of ``multiple`` tokens.
 
     With ``share_prompts`` rows of one prompt, a group's samples, have its tokens in common: what a token becomes
     depends on what precedes it only, so computing it once is exact, and its gradient is the sum over the rows.
+
+    Args:
+        batch: where the rows are.
+        rows: which of them, in the order of packing.
+        multiple: of tokens; a multiple of the context's unit.
+        share_prompts: equal prompts stand in the pack once; not under context parallelism.
+        context: which of the pack's tokens are this rank's.
 
     Raises:
         DataError: a row has a response but no prompt token that could predict its first token.
@@ -166,17 +204,16 @@ def build(batch: Batch, rows: Sequence[int], *, multiple: int = 1, share_prompts
             "a response without any prompt token has no first log-prob", where=f"row {rows[unpredicted[0]]}"
         )
     sequences = packed.sequences()
+    if context.size > 1:
+        return _sliced(rows, sequences, responses, multiple, context)
     first_place, token_of_place = _first_places(packed, sequences) if share_prompts else (None, None)
     num_places, size = len(sequences.values), len(sequences.values) if first_place is None else len(first_place)
-    lengths = sequences.lengths
-    # A dummy is one padding sequence: attention and pipeline messages need at least one token.
-    if padding := max(1, -(-size // multiple)) * multiple - size:
-        lengths = torch.cat([lengths, torch.tensor([padding])])
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    lengths = _with_padding(sequences.lengths, size, multiple)
+    padding = int(lengths.sum()) - num_places
+    cu_seqlens = _boundaries(lengths)
     tokens = torch.nn.functional.pad(sequences.values, (0, padding))
     position_ids = torch.arange(num_places + padding) - cu_seqlens[:-1].repeat_interleave(lengths)
-    # The place of the token before; the last token of a prompt stands in several.
-    positions = sequences.with_values(torch.arange(num_places)).tail(responses.lengths).values - 1
+    positions = _predicting(sequences, responses)
     if first_place is not None and token_of_place is not None:
         ends = torch.arange(padding)
         first_place = torch.cat([first_place, num_places + ends])
@@ -191,6 +228,86 @@ def build(batch: Batch, rows: Sequence[int], *, multiple: int = 1, share_prompts
         positions=positions,
         targets=responses.values,
         response_lengths=responses.lengths,
+        token_of_place=token_of_place,
+    )
+
+
+def _sliced(
+    rows: Sequence[int], sequences: Ragged, responses: Ragged, multiple: int, context: ContextSlice
+) -> Microbatch:
+    """The part of a pack that a context-parallel rank computes; every sequence is padded, that behind the pack too."""
+    padded = context.padded(sequences.lengths)
+    lengths = _with_padding(padded, int(padded.sum()), multiple)
+    cu_seqlens = _boundaries(lengths)
+    num_tokens = int(cu_seqlens[-1])
+    position_ids = torch.arange(num_tokens) - cu_seqlens[:-1].repeat_interleave(lengths)
+    shifts = cu_seqlens[: len(padded)] - _boundaries(sequences.lengths)[:-1]
+    moved = torch.arange(len(sequences.values)) + shifts.repeat_interleave(sequences.lengths)
+    tokens = torch.zeros(num_tokens, dtype=torch.int64)
+    tokens[moved] = sequences.values
+    mine = zigzag(lengths.tolist(), context.rank, context.size)
+    here = torch.full((num_tokens,), -1)
+    here[mine] = torch.arange(len(mine))
+    positions = here[moved[_predicting(sequences, responses)]]
+    places = (positions >= 0).nonzero().flatten()
+    return Microbatch(
+        rows=tuple(rows),
+        tokens=tokens[mine][None],
+        position_ids=position_ids[mine][None],
+        cu_seqlens=cu_seqlens.to(torch.int32),
+        max_seqlen=int(lengths.max()),
+        positions=positions[places],
+        targets=responses.values[places],
+        response_lengths=responses.lengths,
+        context_size=context.size,
+        places=places,
+    )
+
+
+def _with_padding(lengths: Tensor, size: int, multiple: int) -> Tensor:
+    """Lengths of a pack's sequences and of the padding behind its ``size`` tokens, a sequence of its own."""
+    # A dummy is one padding sequence: attention and pipeline messages need at least one token.
+    if padding := max(1, -(-size // multiple)) * multiple - size:
+        return torch.cat([lengths, torch.tensor([padding])])
+    return lengths
+
+
+def _boundaries(lengths: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def _predicting(sequences: Ragged, responses: Ragged) -> Tensor:
+    """Place before each response token; the last token of a prompt stands in several where prompts are shared."""
+    return sequences.with_values(torch.arange(len(sequences.values))).tail(responses.lengths).values - 1
+
+
+def level(microbatches: Sequence[Microbatch], context: ContextSlice = WHOLE) -> list[Microbatch]:
+    """The same with padding to the longest, so that pipeline messages have one shape.
+
+    What is added are sequences no longer than the longest of the pack, so that their attention costs no more.
+    """
+    most = max((microbatch.num_tokens for microbatch in microbatches), default=0)
+    return [_lengthened(microbatch, most - microbatch.num_tokens, context) for microbatch in microbatches]
+
+
+def _lengthened(microbatch: Microbatch, padding: int, context: ContextSlice) -> Microbatch:
+    if not padding:
+        return microbatch
+    longest = max(microbatch.max_seqlen, context.unit)
+    lengths = torch.tensor([longest] * (padding // longest) + [padding % longest] * (padding % longest > 0))
+    mine = zigzag(lengths.tolist(), context.rank, context.size)
+    own = torch.cat([torch.arange(int(length)) for length in lengths])[mine]
+    cu_seqlens = microbatch.cu_seqlens
+    token_of_place = microbatch.token_of_place
+    if token_of_place is not None:
+        ends = torch.arange(padding, dtype=torch.int64) + microbatch.num_tokens
+        token_of_place = torch.cat([token_of_place, ends])
+    return replace(
+        microbatch,
+        tokens=torch.nn.functional.pad(microbatch.tokens, (0, len(own))),
+        position_ids=torch.cat([microbatch.position_ids, own[None]], dim=1),
+        cu_seqlens=torch.cat([cu_seqlens, cu_seqlens[-1] + lengths.cumsum(0).to(torch.int32)]),
+        max_seqlen=longest,
         token_of_place=token_of_place,
     )
 

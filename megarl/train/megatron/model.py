@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -70,11 +71,23 @@ def build_model(
     if layout.vpp > 1:
         raise LayoutError(f"virtual pipeline stages (vpp={layout.vpp}) are not supported yet", fix="set vpp=1")
     config = transformer_config(spec, layout, device=device, dtype=dtype, recompute=recompute)
-    layers = layout.layers_of_stage(spec.num_layers, groups.coordinate.pp)
-    with megatron_quiet():
-        decoder = decoder_spec(device.layer_implementation, spec, layers)
-        chunk = Chunk(config, decoder, spec, groups, head=head)
-    return [chunk.to(device.torch_device)]
+    chunks = []
+    for index in range(layout.vpp):
+        layers = layout.layers_of_stage(spec.num_layers, groups.coordinate.pp, index)
+        with megatron_quiet():
+            decoder = decoder_spec(device.layer_implementation, spec, layers)
+            chunk = Chunk(config, decoder, spec, groups, head=head, index=index)
+        chunks.append(chunk.to(device.torch_device))
+    return chunks
+
+
+def named_parameters(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+    """A rank's parameters by Megatron's name; with virtual stages a name starts with its chunk, ``model0.``."""
+    return {
+        (f"model{index}." if len(chunks) > 1 else "") + name: parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def transformer_config(
@@ -116,8 +129,14 @@ def transformer_config(
             sequence_parallel=layout.sequence_parallel,
             num_layers_in_first_pipeline_stage=layout.first_stage_layers,
             num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-            # Packed microbatches differ in length, so stages tell each other what they send.
-            variable_seq_lengths=layout.pp > 1,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            pipeline_model_parallel_layout=layout.pipeline,
+            # Packed microbatches differ in length, so stages tell each other what they send; with virtual stages
+            # they are padded to one length instead (forward.py).
+            variable_seq_lengths=layout.pp > 1 and layout.vpp == 1,
+            # Of two stages each is the other's next and previous: batched messages would be taken for one another.
+            overlap_p2p_comm=layout.vpp > 1,
+            batch_p2p_comm=layout.vpp == 1,
             **expert_options(spec, layout, grouped=on_gpu),
             # Losses are summed over microbatches and ranks and divided by counts of the global minibatch.
             calculate_per_token_loss=True,
@@ -132,7 +151,8 @@ def transformer_config(
             masked_softmax_fusion=on_gpu,
             gradient_accumulation_fusion=False,
             persist_layer_norm=on_gpu,
-            deallocate_pipeline_outputs=layout.pp > 1,
+            # Virtual stages free what they still send; gloo sends from that memory, NCCL's allocator keeps it.
+            deallocate_pipeline_outputs=layout.pp > 1 and (on_gpu or layout.vpp == 1),
             batch_p2p_sync=on_gpu,
         )
 
@@ -150,11 +170,13 @@ def _check_rope(spec: ModelSpec) -> None:
 
 
 class Chunk(GPTModel):
-    """The layers of one pipeline stage, with the embedding on the first and a head on the last.
+    """The layers of one pipeline stage, or virtual stage, with the embedding on the first and a head on the last.
 
     ``forward(input_ids, position_ids, attention_mask=None, packed_seq_params=...)`` takes a pack as [1, N] token ids,
     positions from 0 in each sequence, and its ``PackedSeqParams`` (format thd); later stages take the hidden states
     from ``set_input_tensor``. Without ``packed_seq_params``, [B, S] whole sequences.
+
+    Under context parallelism N counts this rank's tokens, ``packed_seq_params`` those of the whole pack.
 
     It returns, in Megatron-Core's order of dims:
         - before the last stage, hidden states [N, 1, H] (this rank's N / tp under sequence parallelism);
@@ -163,15 +185,23 @@ class Chunk(GPTModel):
     """
 
     def __init__(
-        self, config: TransformerConfig, decoder: Any, spec: ModelSpec, groups: ParallelGroups, *, head: Head
+        self,
+        config: TransformerConfig,
+        decoder: Any,
+        spec: ModelSpec,
+        groups: ParallelGroups,
+        *,
+        head: Head,
+        index: int = 0,
     ) -> None:
         super().__init__(
             config=config,
             transformer_layer_spec=decoder,
             vocab_size=groups.layout.padded_vocab_size(spec.vocab_size),
             max_sequence_length=spec.max_position,
-            pre_process=groups.is_first_stage,
-            post_process=groups.is_last_stage,
+            pre_process=groups.is_first_stage and index == 0,
+            post_process=groups.is_last_stage and index == groups.layout.vpp - 1,
+            vp_stage=index if groups.layout.vpp > 1 else None,
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_embeddings and head == "lm",
             position_embedding_type="rope",
@@ -200,7 +230,8 @@ class Chunk(GPTModel):
     ) -> Tensor:
         """See the class."""
         if packed_seq_params is not None and self.config.use_cpu_initialization:
-            packed_seq_params = PlannedSequences(packed_seq_params)
+            cp = self.groups.cp
+            packed_seq_params = PlannedSequences(packed_seq_params, cp_rank=cp.rank(), cp_size=cp.size())
         output: Tensor = super().forward(
             input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, **options
         )
@@ -215,10 +246,13 @@ class Chunk(GPTModel):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """Megatron-Core's, and one row of the rotary table for each token of a planned pack."""
+        is_planned = isinstance(packed_seq_params, PlannedSequences)
+        # Told of format thd, Megatron-Core leaves the table whole under context parallelism.
+        told = packed_seq_params.packed if is_planned else packed_seq_params
         decoder_input, rotary, *rest = super()._preprocess(
-            input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
+            input_ids, position_ids, *args, packed_seq_params=told, **kwargs
         )
-        if isinstance(packed_seq_params, PlannedSequences):
+        if is_planned:
             rotary = rotary.index_select(0, position_ids.flatten())
         return (decoder_input, rotary, *rest)
 

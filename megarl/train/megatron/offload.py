@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,21 +32,23 @@ def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage
     return found
 
 
-def weight_tensors(chunk: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of a chunk, and the flat buffers Megatron keeps parameters in."""
-    for parameter in chunk.parameters():
-        yield parameter.data
-    # DistributedDataParallel shadows the method with its list of flat buffers.
-    yield from nn.Module.buffers(chunk)
-    for flat in _flat_buffers(chunk):
-        if flat.param_data is not None:
-            yield flat.param_data
+def weight_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers of chunks, and the flat buffers Megatron keeps parameters in."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            yield parameter.data
+        # DistributedDataParallel shadows the method with its list of flat buffers.
+        yield from nn.Module.buffers(chunk)
+        for flat in _flat_buffers(chunk):
+            if flat.param_data is not None:
+                yield flat.param_data
 
 
-def gradient_tensors(chunk: nn.Module) -> Iterator[Tensor]:
-    """The flat gradient buffers of a chunk wrapped in DistributedDataParallel."""
-    for flat in _flat_buffers(chunk):
-        yield flat.grad_data
+def gradient_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The flat gradient buffers of chunks wrapped in DistributedDataParallel."""
+    for chunk in chunks:
+        for flat in _flat_buffers(chunk):
+            yield flat.grad_data
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -67,13 +69,13 @@ class Offloader:
     """Moves one model's state between device and host.
 
     Args:
-        chunk: the model chunk, wrapped or bare.
+        chunks: the model's chunks, wrapped or bare.
         optimizer: its optimizer, if it is trained.
         device: where it computes.
     """
 
-    def __init__(self, chunk: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
-        self._chunk = chunk
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Optimizer | None, device: Device) -> None:
+        self._chunks = chunks
         self._optimizer = optimizer
         self._device = device
         self._host: dict[int, Tensor] = {}
@@ -89,7 +91,7 @@ class Offloader:
         """Free the device's memory; does nothing if it is free already."""
         if self._moved:
             return
-        gradients = unique_storages(gradient_tensors(self._chunk))
+        gradients = unique_storages(gradient_tensors(self._chunks))
         kept = unique_storages(self._kept_tensors())
         for order, (address, storage) in enumerate((kept | gradients).items()):
             size = storage.nbytes()
@@ -115,7 +117,7 @@ class Offloader:
         self._moved.clear()
 
     def _kept_tensors(self) -> Iterator[Tensor]:
-        yield from weight_tensors(self._chunk)
+        yield from weight_tensors(self._chunks)
         if self._optimizer is not None:
             yield from optimizer_tensors(self._optimizer)
 

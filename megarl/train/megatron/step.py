@@ -119,14 +119,7 @@ def _plan(
     mask = batch.ragged("response_mask")
     tokens = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, mask.row_index(), mask.values.to(torch.int64))
     kept = [[row for row in rows if tokens[row] > 0] for rows in minibatches]
-    plans = mb.plan_rows(
-        batch.sequence_lengths,
-        kept,
-        context.cap,
-        multiple=context.parts.token_multiple,
-        fewest=context.parts.fewest_microbatches,
-        dp_group=context.groups.dp,
-    )
+    plans = context.parts.plan(batch, kept, context.cap, context.groups.dp)
     counts = torch.tensor([[int(tokens[rows].sum()), len(rows)] for rows in kept], dtype=torch.int64).reshape(-1, 2)
     counts = mb.count_globally(counts, context.groups.dp)
     return [

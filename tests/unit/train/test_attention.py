@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, lists
 from torch import Tensor
 
-from megarl.train.megatron.attention import LENGTH_RATIO, SHORT_TOKENS, packed_attention, plan_blocks, share_tokens
+from megarl.train.megatron.attention import packed_attention
+from megarl.train.megatron.blocks import LENGTH_RATIO, SHORT_TOKENS, plan_blocks, share_tokens
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SCALE = 1 / math.sqrt(DIM)

@@ -7,7 +7,7 @@ import torch
 
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import DataError
-from megarl.train.megatron.microbatch import build, by_row, plan_rows
+from megarl.train.megatron.microbatch import ContextSlice, build, by_row, level, plan_rows
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8]]
 RESPONSES = [[11, 12], [13, 14, 15], [], [16]]
@@ -103,3 +103,47 @@ def test_a_pipeline_gets_the_microbatches_it_asks_for_where_there_are_rows():
     (plan, small) = plan_rows(lengths, [[0, 1, 2, 3], [2]], 100, fewest=3, dp_group=None)
     assert len(plan) == 3 and sorted(row for rows in plan for row in rows) == [0, 1, 2, 3]
     assert small == [[2]]
+
+
+def test_virtual_stages_get_rounds_of_microbatches():
+    lengths = torch.tensor([3, 3, 3])
+    (plan,) = plan_rows(lengths, [[0, 1, 2]], 3, count_multiple=2, dp_group=None)
+    assert sorted(row for rows in plan for row in rows) == [0, 1, 2] and len(plan) == 4
+    assert plan_rows(lengths, [[]], 3, count_multiple=2, dp_group=None) == [[]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_parallel_ranks_share_a_pack(size: int):
+    batch, rows = make_batch(), [1, 0, 3]
+    whole = build(batch, rows)
+    parts = [build(batch, rows, multiple=2 * size, context=ContextSlice(rank, size)) for rank in range(size)]
+    assert len({part.num_tokens for part in parts}) == 1
+    assert all(length % (2 * size) == 0 for length in parts[0].cu_seqlens.diff().tolist())
+    targets = torch.full_like(whole.targets, -1)
+    for part in parts:
+        assert torch.equal(part.cu_seqlens, parts[0].cu_seqlens)
+        assert torch.equal(part.response_lengths, whole.response_lengths)
+        assert part.places is not None
+        targets[part.places] = part.targets
+        # The token before a response token is this rank's, whoever has the response token itself.
+        before = part.tokens[0, part.positions]
+        assert torch.equal(before, whole.tokens[0, whole.positions[part.places]])
+        assert torch.equal(part.position_ids[0, part.positions], whole.position_ids[0, whole.positions[part.places]])
+    assert torch.equal(targets, whole.targets)
+    tokens = torch.cat([part.tokens[0] for part in parts])
+    assert sorted(tokens[tokens > 0].tolist()) == sorted(whole.tokens[0].tolist())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_microbatches_are_padded_to_one_length_by_sequences_of_their_own(size: int):
+    context = ContextSlice(0, size)
+    batch = make_batch()
+    packs = [build(batch, rows, multiple=4, context=context) for rows in ([0, 1, 3], [3], [])]
+    same = level(packs, context)
+    assert {pack.num_tokens for pack in same} == {packs[0].num_tokens} and same[0] is packs[0]
+    for before, after in zip(packs, same, strict=True):
+        assert after.cu_seqlens[-1] == after.num_tokens == after.position_ids.shape[1] * size
+        assert torch.equal(after.cu_seqlens[: len(before.cu_seqlens)], before.cu_seqlens)
+        assert after.max_seqlen == int(after.cu_seqlens.diff().max())
+        assert torch.equal(after.tokens[:, : before.tokens.shape[1]], before.tokens)
+        assert torch.equal(after.positions, before.positions)
