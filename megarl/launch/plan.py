@@ -107,8 +107,9 @@ def plan(allocation: Allocation, program: Program, *, settings: Mapping[str, str
     address = f"{host}:{ports.gcs}"
     attempt = f"{allocation.job_id}.{allocation.restarts}"
     logs = Path(settings.get("MEGARL_LOG_DIR", "runs/slurm")) / f"{allocation.job_name}-{attempt}"
-    # Socket paths are limited to 107 bytes, and Ray appends 70 to this.
-    mark = zlib.crc32(f"{allocation.job_name}-{attempt}".encode())
+    # Socket paths are limited to 107 bytes, and Ray appends 70 to this. The place of the logs tells jobs of the same
+    # name and number apart, whose nodes are one machine: each removes its own folder at the end.
+    mark = zlib.crc32(str(logs.absolute()).encode())
     temporary = Path(settings.get("MEGARL_TMPDIR", "/tmp")) / f"mr{mark:08x}"
     cpus = allocation.cpus if program.slots is None else program.slots + 1
     node = [

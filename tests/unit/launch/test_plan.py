@@ -89,6 +89,14 @@ def test_the_sockets_of_ray_fit_into_their_path_limit():
     assert len(temporary + "ffff" + session) <= 107
 
 
+def test_jobs_of_two_clusters_do_not_share_a_folder_for_ray(tmp_path):
+    def temporary(logs: Path) -> str:
+        words = planned({"MEGARL_LOG_DIR": str(logs)}).head
+        return next(word for word in words if word.startswith("--temporary="))
+
+    assert temporary(tmp_path / "a") == temporary(tmp_path / "a") != temporary(tmp_path / "b")
+
+
 def test_slots_of_a_cpu_run_come_from_its_placement():
     assert program(["train", "grpo_tiny"], 1).slots == 2
     assert program(["train", "grpo_7b"], 1).slots is None
