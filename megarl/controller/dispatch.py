@@ -23,7 +23,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megarl.data.balance import balance, inverse
+from megarl.data.balance import SequenceCost, balance, inverse
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import HangError, MegarlError, NodeError, WorkerError
 from megarl.observability.metrics import merge
@@ -42,7 +42,7 @@ class Split(Enum):
     """How a call's arguments reach the ranks."""
 
     BROADCAST = "broadcast"  # every rank gets all arguments
-    ROWS = "rows"  # the first argument is a Batch: one part per data-parallel rank, balanced by tokens
+    ROWS = "rows"  # the first argument is a Batch: one part per data-parallel rank, balanced by cost
     MINIBATCHES = "minibatches"  # (Batch, minibatches): parts hold their rows and their share of every minibatch
     PER_RANK = "per_rank"  # every positional argument is a list with one item per rank
 
@@ -252,13 +252,28 @@ class WorkerGroup:
     """The processes of one role, called as one.
 
     ``group.method(...)`` calls ``method`` of the worker class on every rank, as the method's ``dispatch`` declares.
+
+    Args:
+        worker_class: class of the processes.
+        members: the processes, by rank.
+        layout: the role's layout.
+        watch: waits for calls.
+        cost: of a sequence, by which rows are spread over data-parallel ranks; its tokens if None.
     """
 
-    def __init__(self, worker_class: type, members: Sequence[Member], layout: ParallelLayout, watch: Watch) -> None:
+    def __init__(
+        self,
+        worker_class: type,
+        members: Sequence[Member],
+        layout: ParallelLayout,
+        watch: Watch,
+        cost: SequenceCost | None = None,
+    ) -> None:
         self._worker_class = worker_class
         self.members = list(members)
         self.layout = layout
         self._watch = watch
+        self._cost = SequenceCost() if cost is None else cost
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._worker_class, name, None)
@@ -289,11 +304,12 @@ class WorkerGroup:
         if split is Split.PER_RANK:
             return [tuple(arg[rank] for arg in args) for rank in range(world_size)], []
         batch = args[0]
+        costs = self._cost.of(batch.sequence_lengths.tolist())
         if split is Split.ROWS:
-            parts = shares_of(batch.sequence_lengths.tolist(), dp)
+            parts = shares_of(costs, dp)
             rest: list[tuple[Any, ...]] = [args[1:]] * dp
         else:
-            parts, local = split_minibatches(batch.sequence_lengths.tolist(), args[1], dp)
+            parts, local = split_minibatches(costs, args[1], dp)
             rest = [(local[d], *args[2:]) for d in range(dp)]
         # One object per data-parallel rank; its tensor and pipeline ranks read the same one.
         refs = [ray.put(batch.select(part)) for part in parts]
@@ -323,20 +339,20 @@ class WorkerGroup:
         }
 
 
-def shares_of(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Rows of each part, balanced by tokens; with fewer rows than parts the last parts are empty."""
-    if len(lengths) < parts:
-        return [[row] for row in range(len(lengths))] + [[] for _ in range(parts - len(lengths))]
-    return balance(lengths, parts, equal_counts=False)
+def shares_of(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Rows of each part, balanced by cost; with fewer rows than parts the last parts are empty."""
+    if len(costs) < parts:
+        return [[row] for row in range(len(costs))] + [[] for _ in range(parts - len(costs))]
+    return balance(costs, parts, equal_counts=False)
 
 
 def split_minibatches(
-    lengths: Sequence[int], minibatches: Sequence[Sequence[int]], dp: int
+    costs: Sequence[float], minibatches: Sequence[Sequence[int]], dp: int
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
     """Share every minibatch among data-parallel ranks.
 
     Args:
-        lengths: tokens of each row.
+        costs: cost of each row.
         minibatches: rows of each optimizer update; a row may be in several (one per epoch).
         dp: number of data-parallel ranks.
 
@@ -347,7 +363,7 @@ def split_minibatches(
     place: list[dict[int, int]] = [{} for _ in range(dp)]
     local: list[list[list[int]]] = [[] for _ in range(dp)]
     for minibatch in minibatches:
-        parts = shares_of([lengths[row] for row in minibatch], dp)
+        parts = shares_of([costs[row] for row in minibatch], dp)
         for d, part in enumerate(parts):
             share = []
             for row in (minibatch[index] for index in part):

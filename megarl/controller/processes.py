@@ -24,7 +24,9 @@ from megarl.controller.engines import EnginePlan, RolloutWorker
 from megarl.controller.membership import NODE_RESOURCE
 from megarl.controller.placement import Placement
 from megarl.controller.workers import TrainPlan, TrainWorker
+from megarl.data.balance import SequenceCost
 from megarl.errors import SetupError
+from megarl.models.registry import load_spec
 from megarl.platform import env
 
 logger = logging.getLogger(__name__)
@@ -109,7 +111,8 @@ class Processes:
             handle = remote.options(**self._options(slot, share=share, variables=variables)).remote(plan, rank)
             members.append(Member(plan.role, rank, handle, handle.watch.remote(), self._node(slot)))
         self._watch.add(members)
-        return WorkerGroup(TrainWorker, members, plan.layout, self._watch)
+        cost = SequenceCost(*load_spec(plan.model_dir).sequence_cost(value_head=plan.head == "value"))
+        return WorkerGroup(TrainWorker, members, plan.layout, self._watch, cost)
 
     def engines(self, plan: EnginePlan) -> list[Member]:
         """The rollout engines, starting."""

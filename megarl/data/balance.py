@@ -8,9 +8,27 @@ Invariants:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from megarl.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCost:
+    """What a sequence of L tokens costs: ``per_token * L + per_token_squared * L**2``, in any unit.
+
+    Args:
+        per_token: of matrix products, the same for every token.
+        per_token_squared: of attention, which looks at what precedes a token.
+    """
+
+    per_token: float = 1.0
+    per_token_squared: float = 0.0
+
+    def of(self, lengths: Iterable[int]) -> list[float]:
+        """Cost of each sequence."""
+        return [(self.per_token + self.per_token_squared * length) * length for length in lengths]
 
 
 def balance(costs: Sequence[float], parts: int, *, equal_counts: bool) -> list[list[int]]:

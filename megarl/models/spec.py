@@ -192,6 +192,11 @@ class ModelSpec:
         half the sequence on average under the causal mask. A training step costs three times as much, four times with
         full recomputation.
         """
+        per_token, per_token_squared = self.sequence_cost(value_head=value_head)
+        return per_token + per_token_squared * sequence_length
+
+    def sequence_cost(self, *, value_head: bool = False) -> tuple[float, float]:
+        """Operations of a sequence's forward pass, as ``flops_per_token`` counts them: per token, per token squared."""
         head = self.hidden_size * (1 if value_head else self.vocab_size)
         matrices = self.num_layers * self._attention_matrices() + head
         matrices += self._mlp_matrices(experts=self.moe.top_k if self.moe else 0)
@@ -199,7 +204,7 @@ class ModelSpec:
         if self.mla is not None:
             score = self.num_heads * (self.mla.nope_head_dim + self.mla.rope_head_dim)
             value = self.num_heads * self.mla.v_head_dim
-        return 2.0 * matrices + 2 * self.num_layers * (score + value) * sequence_length / 2
+        return 2.0 * matrices, float(self.num_layers * (score + value))
 
     def _attention_matrices(self) -> int:
         if self.mla is None:

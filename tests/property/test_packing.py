@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.balance import balance, inverse
+from megarl.data.balance import SequenceCost, balance, inverse
 from megarl.data.packing import pack
 from megarl.errors import DataError
 
@@ -32,6 +32,20 @@ def test_every_row_once_and_the_cap_holds(case, min_bins):
     assert bins == pack(lengths, cap, min_bins=min_bins)
 
 
+@given(lengths_and_cap, st.floats(0, 1), st.integers(1, 5))
+def test_work_changes_neither_the_cap_nor_what_is_packed(case, squared, min_bins):
+    lengths, cap = case
+    min_bins = min(min_bins, len(lengths))
+    costs = SequenceCost(1.0, squared).of(lengths)
+    bins = pack(lengths, cap, costs=costs, min_bins=min_bins)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[row] for row in rows) <= cap for rows in bins)
+    assert len(bins) >= min_bins
+    assert len(bins) <= max(min_bins, math.floor(11 / 9 * _fewest_possible(lengths, cap) + 6 / 9) + 1)
+    work = [sum(costs[row] for row in rows) for rows in bins]
+    assert work == pytest.approx(sorted(work, reverse=True))
+
+
 @given(lengths_and_cap)
 def test_bins_stay_within_the_bound_of_decreasing_fit(case):
     lengths, cap = case
@@ -52,6 +66,38 @@ def test_waste_is_at_most_two_percent_on_realistic_lengths(seed, rows, cap):
     # The last bin's remainder is nobody's fault: compare with the fewest bins that could hold the tokens.
     fewest = math.ceil(sum(lengths) / cap)
     assert (len(bins) - fewest) / fewest <= 0.02
+
+
+# Operations per token and per token squared: of 7 billion parameters (32 layers of 4,096) and half a billion (24 of 896).
+MODELS = {"7b": SequenceCost(1.4e10, 262_144.0), "0.5b": SequenceCost(1.0e9, 43_008.0)}
+
+
+def realistic_lengths(rows: int, *, seed: int) -> list[int]:
+    """Log-normal with mean 1,800, at most 16,384."""
+    generator, sigma = random.Random(seed), 0.9
+    mu = math.log(1800) - sigma**2 / 2
+    return [min(16_384, max(1, int(generator.lognormvariate(mu, sigma)))) for _ in range(rows)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("rows", "cap"), [(1024, 16_384), (1024, 32_768), (8192, 32_768), (8192, 16_384)])
+def test_microbatches_are_full_and_their_work_is_even(model, rows, cap):
+    lengths = realistic_lengths(rows, seed=1)
+    costs = MODELS[model].of(lengths)
+    bins = pack(lengths, cap, costs=costs)
+    assert len(bins) <= max(math.ceil(sum(lengths) / cap), sum(lengths) / (0.99 * cap))
+    work = [sum(costs[row] for row in members) for members in bins]
+    # A row as long as the cap is a bin by itself, and its work is what it is.
+    possible = max(sum(costs) / len(bins), max(costs))
+    assert max(work) <= 1.1 * possible
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_ranks_get_even_work_where_the_longest_row_allows(model, ranks):
+    costs = MODELS[model].of(realistic_lengths(4096, seed=2))
+    work = [sum(costs[row] for row in rows) for rows in balance(costs, ranks, equal_counts=False)]
+    assert max(work) <= 1.02 * max(sum(costs) / ranks, max(costs))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60), st.integers(1, 8), st.booleans())

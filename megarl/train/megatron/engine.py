@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.data.balance import SequenceCost
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import TrainError
 from megarl.models.rules import VALUE_HEAD
@@ -120,6 +121,7 @@ class MegatronEngine:
             cp_group=groups.cp,
             pp_size=groups.layout.pp,
             device=device.torch_device,
+            cost=SequenceCost(*spec.sequence_cost(value_head=self.is_value)),
             # Our core attention does; Transformer Engine's takes sequences one after another only, and context-parallel
             # ranks share out the tokens of each.
             shares_prompts=device.layer_implementation == "local" and groups.layout.cp == 1,

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megarl.algorithms.context_parallel import whole_rows
+from megarl.data.balance import SequenceCost
 from megarl.data.batch import Batch
 from megarl.train.megatron.attention import SharedSequences
 from megarl.train.megatron.heads import vocab_log_probs
@@ -80,6 +81,7 @@ class ModelParts:
         cp_group: context-parallel group.
         pp_size: pipeline stages.
         device: where tensors live.
+        cost: of a sequence.
         shares_prompts: the core attention takes rows with a prompt in common (``SharedSequences``).
     """
 
@@ -93,6 +95,7 @@ class ModelParts:
     cp_group: dist.ProcessGroup
     pp_size: int
     device: torch.device
+    cost: SequenceCost
     shares_prompts: bool = False
 
     @property
@@ -112,6 +115,7 @@ class ModelParts:
             self.context.padded(batch.sequence_lengths),
             groups,
             cap,
+            cost=self.cost,
             multiple=self.token_multiple,
             fewest=self.fewest_microbatches,
             count_multiple=self.pp_size if len(self.chunks) > 1 else 1,

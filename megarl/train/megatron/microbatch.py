@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.data.balance import SequenceCost
 from megarl.data.batch import Batch, Ragged
 from megarl.data.packing import pack
 from megarl.errors import DataError, TrainError
@@ -75,6 +76,7 @@ def plan_rows(
     groups: Sequence[Sequence[int]],
     cap: int,
     *,
+    cost: SequenceCost | None = None,
     multiple: int = 1,
     fewest: int = 1,
     count_multiple: int = 1,
@@ -86,6 +88,7 @@ def plan_rows(
         lengths: [B] int64 tokens of each row, prompt and response, with the padding it gets.
         groups: rows of each minibatch on this rank.
         cap: most tokens of a microbatch.
+        cost: of a sequence, which microbatches share evenly; its tokens if None.
         multiple: microbatches are padded to a multiple of it; the cap holds with padding.
         fewest: make at least so many of a group, if it has the rows: a pipeline wants some to overlap.
         count_multiple: make a multiple of it; virtual stages take turns in rounds of as many as there are stages.
@@ -101,21 +104,23 @@ def plan_rows(
     usable = cap - cap % multiple
     longest = max((int(lengths[row]) for rows in groups for row in rows), default=0)
     _agree_on_input(len(groups), longest, usable, dp_group)
-    plans = [_pack_rows(lengths, rows, usable, fewest) for rows in groups]
+    cost = SequenceCost() if cost is None else cost
+    plans = [_pack_rows(lengths, rows, usable, cost, fewest) for rows in groups]
     counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64)
     counts = _reduced(counts, dist.ReduceOp.MAX, dp_group)
     counts = -(-counts // count_multiple) * count_multiple
     for index, (plan, count) in enumerate(zip(plans, counts.tolist(), strict=True)):
         if len(plan) < count:
-            plan = _pack_rows(lengths, groups[index], usable, count)
+            plan = _pack_rows(lengths, groups[index], usable, cost, count)
         plans[index] = plan + [[] for _ in range(count - len(plan))]
     return plans
 
 
-def _pack_rows(lengths: Tensor, rows: Sequence[int], cap: int, fewest: int) -> list[list[int]]:
+def _pack_rows(lengths: Tensor, rows: Sequence[int], cap: int, cost: SequenceCost, fewest: int) -> list[list[int]]:
     if not rows:
         return []
-    bins = pack([int(lengths[row]) for row in rows], cap, min_bins=min(fewest, len(rows)))
+    tokens = lengths[list(rows)].tolist()
+    bins = pack(tokens, cap, costs=cost.of(tokens), min_bins=min(fewest, len(rows)))
     return [[rows[index] for index in members] for members in bins]
 
 
