@@ -34,12 +34,18 @@ def _equals(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _schedule(role: str) -> tuple[Switch, ...]:
-    kind = f"{role}.optimizer.schedule.kind"
-    decays = _equals("linear", "cosine")
+def _training(role: str) -> tuple[Switch, ...]:
+    optimizer, schedule = f"{role}.optimizer", f"{role}.optimizer.schedule"
+    ends, falls = _equals("linear", "cosine", "wsd"), _equals("linear", "cosine", "inverse_sqrt", "wsd")
+    adam = (_equals("adam", "muon"), "kind adam or muon")
     return (
-        Switch(f"{role}.optimizer.schedule.decay_steps", kind, decays, "kind linear or cosine"),
-        Switch(f"{role}.optimizer.schedule.min_lr", kind, decays, "kind linear or cosine"),
+        Switch(f"{schedule}.decay_steps", f"{schedule}.kind", ends, "kind linear, cosine or wsd"),
+        Switch(f"{schedule}.cooldown_steps", f"{schedule}.kind", _equals("wsd"), "kind wsd"),
+        Switch(f"{schedule}.min_lr", f"{schedule}.kind", falls, "another kind than constant"),
+        Switch(f"{optimizer}.beta1", f"{optimizer}.kind", *adam),
+        Switch(f"{optimizer}.beta2", f"{optimizer}.kind", *adam),
+        Switch(f"{optimizer}.eps", f"{optimizer}.kind", *adam),
+        Switch(f"{optimizer}.momentum", f"{optimizer}.kind", _equals("sgd", "muon"), "kind sgd or muon"),
         Switch(f"{role}.engine.offload", "cluster.device", _equals("cuda"), "device cuda"),
     )
 
@@ -61,8 +67,8 @@ def _read_by(section: str, table: Mapping[str, frozenset[str]], own: str) -> tup
 
 
 SWITCHES: tuple[Switch, ...] = (
-    *_schedule("actor"),
-    *_schedule("critic"),
+    *_training("actor"),
+    *_training("critic"),
     Switch("algorithm.kl.coef", "algorithm.kl.where", *_KL_ON),
     Switch("algorithm.kl.estimator", "algorithm.kl.where", *_KL_ON),
     Switch("algorithm.kl.target", "algorithm.kl.adaptive", bool, "adaptive"),
@@ -88,6 +94,8 @@ SWITCHES: tuple[Switch, ...] = (
     *_read_by("algorithm.policy_loss", LOSS_SETTINGS, "loss"),
     Switch("reward.path", "reward.kind", _equals("function"), "kind function"),
     Switch("reward.pattern", "reward.kind", lambda kind: kind != "function", "another kind than function"),
+    Switch("checkpoint.keep_every_steps", "checkpoint.every_steps", bool, "every_steps"),
+    Switch("checkpoint.export_hf_every", "checkpoint.every_steps", bool, "every_steps"),
     Switch("rollout.gpu_memory_utilization", "cluster.device", _equals("cuda"), "device cuda"),
     Switch("rollout.kv_cache_gib", "cluster.device", _equals("cpu"), "device cpu"),
     Switch("rollout.threads_per_rank", "cluster.device", _equals("cpu"), "device cpu"),
@@ -108,4 +116,6 @@ def keys_without_effect(config: AnyConfig, origins: Origins) -> Iterator[Breach]
 
 def _present(config: AnyConfig, key: str) -> bool:
     section = key.partition(".")[0]
-    return section == "actor" or (isinstance(config, TrainConfig) and lookup(config, section) is not None)
+    return section in ("actor", "checkpoint") or (
+        isinstance(config, TrainConfig) and lookup(config, section) is not None
+    )

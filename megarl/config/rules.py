@@ -69,16 +69,30 @@ def uneven_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
 
 
 def decay_has_an_end(config: AnyConfig) -> Iterator[Breach]:
-    """A linear or cosine decay ends after the warm-up, at a rate not above the peak."""
+    """A decay ends after the warm-up, at a rate not above the peak; a cooldown fits between the two."""
     for role, part in _trained(config):
         schedule, prefix = part.optimizer.schedule, f"{role}.optimizer.schedule"
         if schedule.kind == "constant":
             continue
-        if schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
-            keys = (f"{prefix}.decay_steps", f"{prefix}.kind", f"{prefix}.warmup_steps")
-            yield Breach(keys, f"decay_steps > warmup_steps for a {schedule.kind} schedule")
         if schedule.min_lr > part.optimizer.lr:
             yield Breach((f"{prefix}.min_lr", f"{role}.optimizer.lr"), "min_lr <= lr")
+        if schedule.kind == "inverse_sqrt" or schedule.decay_steps is None:
+            continue
+        left = schedule.decay_steps - schedule.warmup_steps
+        if left <= 0:
+            keys = (f"{prefix}.decay_steps", f"{prefix}.kind", f"{prefix}.warmup_steps")
+            yield Breach(keys, f"decay_steps > warmup_steps for a {schedule.kind} schedule")
+        elif schedule.kind == "wsd" and schedule.cooldown_steps is not None and schedule.cooldown_steps > left:
+            keys = (f"{prefix}.cooldown_steps", f"{prefix}.decay_steps", f"{prefix}.warmup_steps")
+            yield Breach(keys, "cooldown_steps <= decay_steps - warmup_steps")
+
+
+def only_adam_is_sharded(config: AnyConfig) -> Iterator[Breach]:
+    """Megatron's distributed optimizer shards Adam's state; SGD and Muon have theirs on every data-parallel rank."""
+    for role, part in _trained(config):
+        if part.optimizer.kind != "adam" and part.optimizer.distributed:
+            keys = (f"{role}.optimizer.distributed", f"{role}.optimizer.kind")
+            yield Breach(keys, f"distributed=false with kind {part.optimizer.kind}")
 
 
 def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
@@ -270,6 +284,7 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     experts_divide_a_stage,
     uneven_stages_need_pipeline,
     decay_has_an_end,
+    only_adam_is_sharded,
     microbatch_holds_longest_sequence,
     device_has_its_gpus,
     roles_fit_the_cluster,

@@ -15,6 +15,7 @@ from megarl.config.schema.data import SourceConfig
 from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.engines import EnginePlan, start_engines
 from megarl.controller.roles import Roles, build_roles, check_algorithm, takes_turns
+from megarl.controller.saving import Saver
 from megarl.controller.scoring import RewardRole
 from megarl.controller.session import Session, check_weights, measured_memory, open_session
 from megarl.controller.state import RunState
@@ -117,12 +118,11 @@ def start_roles(session: Session, config: TrainConfig, reward: RewardRole) -> tu
         groups["critic"] = processes.train(critic_plan(config, session.directory.logs), processes.placement.critic)
     for group in groups.values():
         group.start(group.rendezvous())
-    if session.resume is not None:
-        for role, group in groups.items():
-            group.load(session.resume / role)
+    session.load_roles(groups)
     session.watch.get(starting, config.cluster.start_timeout_s)
     roles = build_roles(config, groups["actor"], groups.get("critic"), engines, reward, session.watch)
-    roles.kl.load_state_dict(session.state.kl or roles.kl.state_dict())
+    if session.state.kl and "kl" not in session.fresh:
+        roles.kl.load_state_dict(session.state.kl)
     with span("weight_sync"):
         # Engines start without weights of their own: the first update makes them hold the actor's.
         roles.weights.publish(session.state.version)
@@ -150,8 +150,14 @@ class Run:
         self.held_out = held_out
         self.version = session.state.version
         self.results = dict(session.state.results)
-        if session.state.prompts:
-            prompts.load_state_dict(session.state.prompts)
+        self.saver = Saver(
+            session.store,
+            groups,
+            config.checkpoint,
+            session.directory.exports,
+            note_seconds=session.stopping.note_save,
+        )
+        session.load_data(prompts)
         self.finished = self._state(session.state.step)
         """After the last step that was finished: what a run that is told to stop saves."""
 
@@ -191,14 +197,14 @@ class Run:
             self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result), **memory, **waited})
             last = step == config.run.steps
             if self.session.stopping.is_asked and not last:
-                self.session.stop(self.finished, self._save)
+                self.session.stop(self._finished_state(), self.saver)
             every = config.validation.every_steps
             if (every is not None and step % every == 0) or (last and config.validation.at_end):
                 self._validate(step)
-            save_every = config.checkpoint.every_steps
-            is_due = (save_every is not None and step % save_every == 0) or (last and config.checkpoint.at_end)
-            if signals.take_save() or is_due:
-                self._save()
+            self.saver.look()
+            if signals.take_save() or self.saver.is_due(step, config.run.steps):
+                self.saver.save(self._finished_state())
+        self.saver.finish()
 
     def _extra_metrics(self, step: int, result: StepResult) -> Metrics:
         return {
@@ -224,23 +230,16 @@ class Run:
     def _state(self, step: int) -> RunState:
         return RunState(step, self.version, self.prompts.state_dict(), self.roles.kl.state_dict(), self.results)
 
+    def _finished_state(self) -> RunState:
+        """After the last finished step, with the held-out numbers and lines of metrics known by now."""
+        return replace(self.finished, results=dict(self.results), metrics_lines=self.session.sinks.num_lines)
+
     def _abandon(self) -> NoReturn:
         """Give up what is under way: engines end their samples, training takes the device to save from it."""
         self.session.console.note(f"told to stop: what comes after step {self.finished.step} is given up")
         self.roles.rollout.abort(self.config.run.stop_within_s)
         self.roles.turns.to_training()
-        self.session.stop(self.finished, self._save)
-
-    def _save(self) -> None:
-        """A checkpoint of the last finished step, with the held-out numbers known by now."""
-
-        def write_parts(directory: Path) -> None:
-            for role, group in self.groups.items():
-                (directory / role).mkdir()
-                group.save(directory / role)
-
-        with span("save"):
-            self.session.store.save(replace(self.finished, results=dict(self.results)), write_parts)
+        self.session.stop(self._finished_state(), self.saver)
 
     def _finish(self) -> None:
         hf = self.session.directory.hf

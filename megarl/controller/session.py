@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +16,25 @@ from typing import Any, NoReturn, TypeVar
 from megarl.config.origin import Loaded, write_resolved
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.roles import ModelConfig
+from megarl.controller.checkpoints import (
+    CheckpointStore,
+    contents_of,
+    find_resume,
+    fresh_parts,
+    read_state,
+    step_name,
+)
 from megarl.controller.cluster import Cluster, wait_for_nodes
 from megarl.controller.dispatch import Watch, WorkerGroup
 from megarl.controller.hang import HangWatch
 from megarl.controller.placement import plan_placement
 from megarl.controller.processes import Processes
-from megarl.controller.state import (
-    CheckpointStore,
-    RunDirectory,
-    RunState,
-    find_resume,
-    read_state,
-    step_name,
-    write_json,
-)
+from megarl.controller.saving import Saver
+from megarl.controller.state import RunDirectory, RunState, write_json
 from megarl.controller.stopping import Stopping
-from megarl.errors import StoppedError
+from megarl.data.prompts import PromptSource
+from megarl.data.sft import SftSource
+from megarl.errors import DataError, StoppedError
 from megarl.models.registry import load_spec
 from megarl.observability.console import Console
 from megarl.observability.ending import UNFORESEEN, ending_of, write_ending
@@ -58,6 +61,7 @@ class Session:
         store: its checkpoints.
         resume: the checkpoint to continue from, or None.
         state: where to continue; step 0 at the start.
+        fresh: parts that the checkpoint lacks and that may start afresh.
         console: what a person sees.
         sinks: where numbers go.
         timeline: phases finished since the last logged step.
@@ -73,6 +77,7 @@ class Session:
     store: CheckpointStore
     resume: Path | None
     state: RunState
+    fresh: frozenset[str]
     console: Console
     sinks: Sinks
     timeline: Timeline
@@ -101,6 +106,34 @@ class Session:
         self.cluster.open(config.ray_address, num_slots=num_slots, num_gpus=num_gpus)
         wait_for_nodes(config.num_nodes, config.start_timeout_s)
         return self.hold(Processes(self.cluster, config, placement, self.watch))
+
+    def load_roles(self, groups: Mapping[str, WorkerGroup]) -> None:
+        """Continue roles from the checkpoint, if there is one, but for what starts afresh.
+
+        Raises:
+            CheckpointError: a file is damaged or does not fit the role.
+        """
+        if self.resume is None:
+            return
+        for role, group in groups.items():
+            if f"{role}/model" not in self.fresh:
+                parts = [name.removeprefix(f"{role}/") for name in self.fresh if name.startswith(f"{role}/")]
+                group.load(self.resume / role, parts)
+
+    def load_data(self, source: PromptSource | SftSource) -> None:
+        """Continue the data after the last item of the checkpoint.
+
+        Raises:
+            DataError: its data, weights or seed are others than now, and ``resume.allow_fresh`` does not name data.
+        """
+        if not self.state.prompts or "data" in self.fresh:
+            return
+        try:
+            source.load_state_dict(self.state.prompts)
+        except DataError as error:
+            if "data" not in self.config.resume.allow_fresh:
+                raise
+            self.console.note(f"data start afresh: {error}")
 
     def keep_spans(self) -> None:
         """Move the finished phases into the history: those before the first step are not part of it."""
@@ -133,15 +166,17 @@ class Session:
         )
         self.console.samples(samples)
 
-    def stop(self, finished: RunState, save: Callable[[], None]) -> NoReturn:
+    def stop(self, finished: RunState, saver: Saver) -> NoReturn:
         """End a run that was told to stop: save the state after its last finished step unless that is done already.
 
         Raises:
             StoppedError: always.
         """
+        saver.finish()
         newest = self.store.newest()
         if finished.step > 0 and (newest is None or newest.name != step_name(finished.step)):
-            save()
+            saver.save(finished)
+            saver.finish()
         raise StoppedError(
             f"told to stop; it goes on after step {finished.step} of {self.config.run.steps}",
             where=str(self.directory.root),
@@ -163,6 +198,25 @@ def measured_memory(groups: Mapping[str, WorkerGroup]) -> Metrics:
     return metrics
 
 
+def _open_store(config: TrainConfig | SftConfig, directory: Path) -> CheckpointStore:
+    saving = config.checkpoint
+    return CheckpointStore(
+        directory, saving.keep, keep_every_steps=saving.keep_every_steps, contents=contents_of(config)
+    )
+
+
+def _open_sinks(config: TrainConfig | SftConfig, directory: RunDirectory, state: RunState, lines: int | None) -> Sinks:
+    return open_sinks(
+        directory.root,
+        tensorboard=config.logging.tensorboard,
+        wandb_project=config.logging.wandb_project,
+        name=config.run.name,
+        config=config.model_dump(mode="json"),
+        resume_step=state.step,
+        resume_lines=lines if state.step > 0 else None,
+    )
+
+
 @contextmanager
 def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None) -> Iterator[Session]:
     """Open a run.
@@ -182,22 +236,16 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
         directory = RunDirectory(Path(config.run.dir).absolute())
         directory.open()
         stack.callback(directory.close)
-        store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+        store = _open_store(config, directory.checkpoints)
         resume = find_resume(config.run.resume, store)
         state = RunState(0, 0) if resume is None else read_state(resume)
+        fresh = frozenset() if resume is None else fresh_parts(resume, store.contents, config.resume.allow_fresh)
         write_resolved(loaded, directory.root)
         if forecast is not None:
             write_json(directory.root / "forecast.json", forecast)
         set_up_logging("controller", 0, directory=directory.logs)
         set_context(node=env.text("SLURMD_NODENAME"))
-        sinks = open_sinks(
-            directory.root,
-            tensorboard=config.logging.tensorboard,
-            wandb_project=config.logging.wandb_project,
-            name=config.run.name,
-            config=config.model_dump(mode="json"),
-            resume_step=state.step,
-        )
+        sinks = _open_sinks(config, directory, state, None if "metrics" in fresh else state.metrics_lines)
         stack.callback(sinks.close)
         if directory.attempt > 1:
             logger.info("attempt %d", directory.attempt)
@@ -213,7 +261,8 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
         stack.enter_context(listening(console))
         stack.enter_context(heartbeat(directory.logs / "controller.heartbeat.json"))
         if resume is not None:
-            console.note(f"continuing {directory.root} after step {state.step} from {resume}")
+            anew = f"; afresh: {', '.join(sorted(fresh))}" if fresh else ""
+            console.note(f"continuing {directory.root} after step {state.step} from {resume}{anew}")
         history = Timeline()
         stack.callback(_write_timeline, directory.root / "timeline.json", history)
         # Made here, since its mark is for the reward's processes too; closed before the console and the directory.
@@ -226,6 +275,7 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
                 store,
                 resume,
                 state,
+                fresh,
                 console,
                 sinks,
                 timeline,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.config.origin import Loaded
 from megarl.config.schema import SftConfig
 from megarl.controller.dispatch import WorkerGroup
+from megarl.controller.saving import Saver
 from megarl.controller.session import Session, check_weights, measured_memory, open_session
 from megarl.controller.state import RunState
 from megarl.controller.stopping import AbandonedError
@@ -41,10 +42,8 @@ def sft(loaded: Loaded[SftConfig], forecast: Mapping[str, Any] | None = None) ->
             processes = session.start_processes()
             model = processes.train(plan(config, session.directory.logs), processes.placement.actor)
             model.start(model.rendezvous())
-            if session.resume is not None:
-                model.load(session.resume / "actor")
-        if session.state.prompts:
-            rows.load_state_dict(session.state.prompts)
+            session.load_roles({"actor": model})
+        session.load_data(rows)
         session.keep_spans()
         run_steps(session, config, model, rows, held_out)
     return 0
@@ -75,6 +74,13 @@ def run_steps(
     """All updates that are left, evaluation, checkpoints, the export and the summary."""
     steps, evaluation = config.run.steps, None if held_out is None else sft_batch(held_out.first(len(held_out)))
     results, finished = dict(session.state.results), session.state
+    saver = Saver(
+        session.store,
+        {"actor": model},
+        config.checkpoint,
+        session.directory.exports,
+        note_seconds=session.stopping.note_save,
+    )
     for step in range(session.state.step + 1, steps + 1):
         set_context(step=step)
         session.keep_spans()
@@ -86,19 +92,20 @@ def run_steps(
         if step in (session.state.step + 2, steps):
             metrics |= measured_memory({"actor": model})
         session.log_step(step, metrics)
-        finished = RunState(step, step, rows.state_dict(), results=results)
+        lines = session.sinks.num_lines
+        finished = RunState(step, step, rows.state_dict(), results=dict(results), metrics_lines=lines)
         if session.stopping.is_asked and step < steps:
-            session.stop(finished, partial(save, session, model, finished))
+            session.stop(finished, saver)
         every = config.eval_every_steps
         if evaluation is not None and (step == steps or (every is not None and step % every == 0)):
             try:
                 results["val_loss"] = evaluate(session, model, evaluation, step)
             except AbandonedError:
-                session.stop(finished, partial(save, session, model, finished))
-        save_every = config.checkpoint.every_steps
-        is_due = (save_every is not None and step % save_every == 0) or (step == steps and config.checkpoint.at_end)
-        if signals.take_save() or is_due:
-            save(session, model, finished)
+                session.stop(finished, saver)
+        saver.look()
+        if signals.take_save() or saver.is_due(step, steps):
+            saver.save(replace(finished, results=dict(results), metrics_lines=session.sinks.num_lines))
+    saver.finish()
     hf = session.directory.hf
     if config.checkpoint.export_hf:
         with span("export"):
@@ -119,17 +126,6 @@ def evaluate(session: Session, model: WorkerGroup, evaluation: Batch, step: int)
         metrics: Metrics = model.eval_sft(evaluation)
     session.log_validation(step, metrics, [])
     return values(metrics)["val/loss"]
-
-
-def save(session: Session, model: WorkerGroup, state: RunState) -> None:
-    """Write a checkpoint of a finished step."""
-
-    def write_parts(directory: Path) -> None:
-        (directory / "actor").mkdir()
-        model.save(directory / "actor")
-
-    with span("save"):
-        session.store.save(state, write_parts)
 
 
 def plan(config: SftConfig, logs: Path) -> TrainPlan:

@@ -63,13 +63,15 @@ class Stopping:
             self._is_updated = True
 
     def span_ended(self, span: Span) -> None:
-        """Note how long steps and saving take."""
+        """Note how long steps take."""
         assert span.duration_s is not None
         if span.name == STEP:
             self._steps.append(span.duration_s)
             self._step_started = None
-        elif span.name == SAVE:
-            self._save_s = span.duration_s
+
+    def note_save(self, seconds: float) -> None:
+        """Note how long a save took, the part behind the steps included."""
+        self._save_s = seconds
 
     # -- an observer of waiting ----------------------------------------------------------------------------------------
 

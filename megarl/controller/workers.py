@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -270,14 +270,24 @@ class TrainWorker:
     # -- state -------------------------------------------------------------------------------------------------------
 
     @dispatch()
-    def save(self, directory: Path) -> None:
-        """Write this role's part of a checkpoint."""
-        self.engine.save(directory)
+    def save(self, directory: Path, background: bool) -> None:
+        """Write this role's part of a checkpoint; in the background, return when it is copied."""
+        self.engine.save(directory, background=background)
 
     @dispatch()
-    def load(self, directory: Path) -> None:
-        """Continue from this role's part of a checkpoint."""
-        self.engine.load(directory)
+    def save_is_written(self) -> bool:
+        """Whether ``finish_save`` would not wait for this rank."""
+        return self.engine.save_is_written
+
+    @dispatch()
+    def finish_save(self) -> None:
+        """Complete a save in the background."""
+        self.engine.finish_save()
+
+    @dispatch()
+    def load(self, directory: Path, fresh: Collection[str]) -> None:
+        """Continue from this role's part of a checkpoint, leaving some parts as they are."""
+        self.engine.load(directory, fresh=fresh)
 
     @dispatch()
     def export_hf(self, directory: Path) -> None:

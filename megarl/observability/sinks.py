@@ -37,12 +37,14 @@ class JsonlSink:
     Args:
         path: the file; appended to when it exists.
         resume_step: last step the resumed checkpoint holds; later entries go. 0 starts over. None keeps everything.
+        resume_lines: lines there were when it was saved; further ones go too. None keeps those of ``resume_step``.
     """
 
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, path: Path, *, resume_step: int | None = None, resume_lines: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and path.exists():
-            _truncate(path, resume_step)
+            _truncate(path, resume_step, resume_lines)
+        self.num_lines = len(list(read_metrics(path))) if path.exists() else 0
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -50,6 +52,7 @@ class JsonlSink:
         numbers = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, "time": time.time(), "metrics": numbers}) + "\n")
         self._file.flush()
+        self.num_lines += 1
 
     def close(self) -> None:
         """Close the file."""
@@ -124,10 +127,21 @@ class WandbSink:
 
 
 class Sinks:
-    """Several sinks as one."""
+    """Several sinks as one.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
+    Args:
+        file: the JSONL file.
+        trackers: the others.
+    """
+
+    def __init__(self, file: JsonlSink, trackers: Sequence[Sink] = ()) -> None:
+        self._file = file
+        self._sinks = [*trackers, file]
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the JSONL file: where a checkpoint stands in it."""
+        return self._file.num_lines
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write to every sink."""
@@ -148,19 +162,20 @@ def open_sinks(
     name: str,
     config: Mapping[str, Any],
     resume_step: int | None = None,
+    resume_lines: int | None = None,
 ) -> Sinks:
     """``metrics.jsonl`` in the run directory and the trackers asked for.
 
     Raises:
         SetupError: a tracker that is asked for is not installed.
     """
-    sinks: list[Sink] = []
+    trackers: list[Sink] = []
     if tensorboard:
-        sinks.append(TensorBoardSink(directory / "tensorboard", resume_step=resume_step))
+        trackers.append(TensorBoardSink(directory / "tensorboard", resume_step=resume_step))
     if wandb_project is not None:
-        sinks.append(WandbSink(wandb_project, name, directory / "wandb", config))
-    sinks.append(JsonlSink(directory / "metrics.jsonl", resume_step=resume_step))
-    return Sinks(sinks)
+        trackers.append(WandbSink(wandb_project, name, directory / "wandb", config))
+    file = JsonlSink(directory / "metrics.jsonl", resume_step=resume_step, resume_lines=resume_lines)
+    return Sinks(file, trackers)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -170,8 +185,8 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _truncate(path: Path, last_step: int) -> None:
-    kept = [json.dumps(entry) + "\n" for entry in read_metrics(path) if entry["step"] <= last_step]
+def _truncate(path: Path, last_step: int, lines: int | None) -> None:
+    kept = [json.dumps(entry) + "\n" for entry in read_metrics(path) if entry["step"] <= last_step][:lines]
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_text("".join(kept), encoding="utf-8")
     partial.replace(path)

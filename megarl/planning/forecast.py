@@ -121,7 +121,7 @@ def _rank(
     return worst_stage(
         spec, layout, part.engine,
         num_microbatches=2 * layout.pp, layers=layers, value_head=is_critic, trained=is_trained,
-        distributed=part.optimizer.distributed,
+        distributed=part.optimizer.distributed, moments=part.optimizer.num_moments,
     )  # fmt: skip
 
 
@@ -182,6 +182,11 @@ def _host(
         size = part.layout.world_size
         count = min(size, slots) if slots is not None else -(-size // cluster.num_nodes)
         processes += count
+        if config.checkpoint.background:
+            # Replicas share what they have in common; sharded optimizer state is a rank's own.
+            dp, state = part.layout.grid().dp, ranks[role].state
+            copied = state.weights // dp + state.optimizer // (1 if part.optimizer.distributed else dp)
+            result.host[f"{role} checkpoint"] = count * copied
         members = [role, "reference"] if role == "actor" and "reference" in ranks else [role]
         for name in members:
             memory = ranks[name]

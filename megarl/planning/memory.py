@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.config.schema.train import EngineConfig
 from megarl.models import ModelSpec
@@ -70,6 +70,7 @@ def rank_memory(
     value_head: bool = False,
     trained: bool = True,
     distributed: bool = True,
+    moments: int = 2,
     training_tokens: int | None = None,
     inference_tokens: int | None = None,
 ) -> RankMemory:
@@ -85,11 +86,19 @@ def rank_memory(
         value_head: a critic.
         trained: with gradients and optimizer; a reference policy has neither.
         distributed: Megatron's distributed optimizer.
+        moments: float32 numbers of optimizer state per parameter.
         training_tokens: tokens of a microbatch; None takes the cap.
         inference_tokens: the same without gradients.
     """
     state = state_bytes(
-        spec, layout, engine.dtype, stage=stage, value_head=value_head, trained=trained, distributed=distributed
+        spec,
+        layout,
+        engine.dtype,
+        stage=stage,
+        value_head=value_head,
+        trained=trained,
+        distributed=distributed,
+        moments=moments,
     )
     cap = engine.microbatch_tokens
     inference_cap = cap if engine.inference_microbatch_tokens is None else engine.inference_microbatch_tokens
@@ -116,7 +125,7 @@ def worst_stage(
     *,
     num_microbatches: int,
     layers: Layers,
-    **options: bool,
+    **options: Any,
 ) -> RankMemory:
     """``rank_memory`` of the stage that needs most in training (or, untrained, in a pass)."""
     stages = (
@@ -140,12 +149,13 @@ def state_bytes(
     value_head: bool = False,
     trained: bool = True,
     distributed: bool = True,
+    moments: int = 2,
 ) -> StateBytes:
     """Weights, gradient buffers and optimizer state of a rank of a stage after the first update.
 
-    Adam keeps two float32 moments; with bfloat16 a float32 copy of the weights too. With the distributed optimizer each
-    data-parallel rank keeps its equal part of the padded buffer, the gaps in it counted as if they had state; gradient
-    buffers are whole on every rank.
+    Adam keeps two float32 moments, SGD at most one; with bfloat16 a float32 copy of the weights too. With the
+    distributed optimizer each data-parallel rank keeps its equal part of the padded buffer, the gaps in it counted as
+    if they had state; gradient buffers are whole on every rank.
     """
     width, ranks = WEIGHT_BYTES[dtype], layout.dp * layout.cp
     buffers: list[tuple[tuple[int, ...], int, int]] = []
@@ -165,7 +175,7 @@ def state_bytes(
         own = numel // dp if distributed else numel
         # Padding has no state; with one rank there is no more than the parameters themselves.
         own = min(own, sum(members))
-        optimizer += own * (2 * _F32 + (_F32 if width < _F32 else 0))
+        optimizer += own * (moments * _F32 + (_F32 if width < _F32 else 0))
     return StateBytes(weights, gradients, optimizer)
 
 

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.schema import SftConfig, TrainConfig
-from megarl.config.schema.train import EngineConfig
+from megarl.config.schema.train import EngineConfig, OptimizerConfig
 from megarl.models import ModelSpec
 from megarl.planning.finding import Finding
 from megarl.planning.model_fit import trained
 
 GIB = 2**30
-# float32 master weights and two moments of Adam, as Megatron's torch_dist format stores them beside the weights.
-_OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
+# float32 master weights, as Megatron's torch_dist format stores them beside the weights and the moments.
+_MASTER_BYTES = {"bfloat16": 4, "float32": 0}
 _WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
-def checkpoint_bytes(engine: EngineConfig, spec: ModelSpec, *, value_head: bool) -> int:
+def checkpoint_bytes(engine: EngineConfig, optimizer: OptimizerConfig, spec: ModelSpec, *, value_head: bool) -> int:
     """Bytes of one role's part of one checkpoint: weights, master weights and moments."""
-    per_parameter = _WEIGHT_BYTES[engine.dtype] + _OPTIMIZER_BYTES[engine.dtype]
+    per_parameter = _WEIGHT_BYTES[engine.dtype] + _MASTER_BYTES[engine.dtype] + 4 * optimizer.num_moments
     return per_parameter * spec.num_parameters(value_head=value_head)
 
 
 def disk_bytes(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> int:
-    """Most bytes a run holds on disk: the kept checkpoints, one being written, and the exported model."""
+    """Most bytes a run holds on disk: the kept checkpoints, one being written, and the exported models."""
     one = sum(
-        checkpoint_bytes(part.engine, critic_spec if role == "critic" else spec, value_head=role == "critic")
+        checkpoint_bytes(
+            part.engine, part.optimizer, critic_spec if role == "critic" else spec, value_head=role == "critic"
+        )
         for role, part in trained(config)
     )
-    saves = config.checkpoint.every_steps is not None or config.checkpoint.at_end
-    kept = config.checkpoint.keep + 1 if config.checkpoint.every_steps is not None else 1
-    export = _WEIGHT_BYTES[config.actor.engine.dtype] * spec.num_parameters() if config.checkpoint.export_hf else 0
-    return (kept * one if saves else 0) + export
+    saving, steps = config.checkpoint, config.run.steps
+    kept = int(saving.at_end)
+    exports = int(saving.export_hf)
+    if saving.every_steps is not None:
+        for_good = (
+            0 if saving.keep_every_steps is None else steps // math.lcm(saving.every_steps, saving.keep_every_steps)
+        )
+        kept = saving.keep + 1 + for_good
+        exports += 0 if saving.export_hf_every is None else steps // (saving.every_steps * saving.export_hf_every)
+    return kept * one + exports * _WEIGHT_BYTES[config.actor.engine.dtype] * spec.num_parameters()
 
 
 def check_disk(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> Iterator[Finding]:

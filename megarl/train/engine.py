@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,12 +126,26 @@ class TrainEngine(Protocol):
         """Write the model as a Hugging Face directory; collective."""
         ...
 
-    def save(self, directory: Path, counters: Mapping[str, Any] | None = None) -> None:
-        """Write model, optimizer, schedule and random state into an empty directory; collective."""
+    def save(
+        self, directory: Path, counters: Mapping[str, Any] | None = None, *, background: bool = False
+    ) -> dict[str, float]:
+        """Write model, optimizer, schedule and random state into an empty directory; collective.
+
+        With ``background`` this returns when they are copied, and ``finish_save`` must follow before the next save.
+        """
         ...
 
-    def load(self, directory: Path) -> dict[str, Any]:
-        """Continue from ``save``; returns the counters given to it; collective."""
+    @property
+    def save_is_written(self) -> bool:
+        """Whether ``finish_save`` would not have to wait for this rank's file."""
+        ...
+
+    def finish_save(self) -> dict[str, float]:
+        """Complete a save in the background; collective."""
+        ...
+
+    def load(self, directory: Path, *, fresh: Collection[str] = ()) -> dict[str, Any]:
+        """Continue from ``save``, leaving ``fresh`` parts as they are; returns the counters given to it; collective."""
         ...
 
     def offload(self) -> None:

@@ -15,7 +15,8 @@ from megarl.errors import CheckpointError
 from megarl.models.spec import ModelSpec
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
-from megarl.train.megatron import checkpoint
+from megarl.train.megatron import checkpoint, checkpoint_writer
+from megarl.weights.files.file_checksum import checksum_of
 from megarl.weights.pieces import assemble
 from tests.distributed.engines import make_engine, owned_weights, policy_update, recorded_batch, replica
 from tests.distributed.models import QWEN2
@@ -51,7 +52,9 @@ def _metrics_and_weights(results: list[Any]) -> tuple[Any, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"distributed": False}, {"dtype": "bfloat16"}], ids=["sharded", "plain", "bf16"]
+    "options",
+    [{}, {"distributed": False}, {"dtype": "bfloat16"}, {"distributed": False, "optimizer": {"kind": "sgd"}}],
+    ids=["sharded", "plain", "bf16", "sgd"],
 )
 @pytest.mark.parametrize(
     "layout",
@@ -99,7 +102,9 @@ def test_an_engine_can_be_saved_before_its_first_update(ranks: RankPool, tmp_pat
     assert all(all(same) for same in results)
 
 
-def save_into(rank: Rank, layout: ParallelLayout, directory: Path, failure: str | None = None) -> str | None:
+def save_into(
+    rank: Rank, layout: ParallelLayout, directory: Path, failure: str | None = None, in_background: bool = False
+) -> str | None:
     groups = rank.start(layout)
     engine = make_engine(QWEN2, groups)
     if failure == "full" and rank.rank == 1:
@@ -107,20 +112,15 @@ def save_into(rank: Rank, layout: ParallelLayout, directory: Path, failure: str 
         def write(*_: Any, **__: Any) -> Any:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        import torch.distributed.checkpoint.filesystem as filesystem
-
-        filesystem._write_item = write
+        checkpoint_writer._write_all = write
     if failure == "no room" and rank.rank == 0:
         checkpoint.shutil = type("Disk", (), {"disk_usage": staticmethod(lambda _: type("U", (), {"free": 1000}))})
     try:
-        engine.save(directory)
+        engine.save(directory, background=in_background)
+        if in_background:
+            engine.finish_save()
     except CheckpointError as error:
         return str(error)
-    finally:
-        if failure == "full" and rank.rank == 1:
-            import importlib
-
-            importlib.reload(filesystem)
     return None
 
 
@@ -150,6 +150,108 @@ def test_a_missing_or_truncated_file_is_named_on_every_rank(ranks: RankPool, sav
     assert all(f"{part.name} is missing" in str(error) for error in errors)
 
 
+def test_a_changed_byte_is_found_by_every_rank(ranks: RankPool, saved: Path) -> None:
+    part = max(saved.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    errors = ranks(2).run(load_from, ParallelLayout(tp=2), saved)
+    assert all(f"{part.name} has checksum" in str(error) for error in errors)
+
+
+def test_a_file_that_reads_back_otherwise_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
+    errors = ranks(2).run(save_on_a_bad_disk, ParallelLayout(tp=2), tmp_path / "saved")
+    assert all("reads back as" in str(error) and "rank 1" in str(error) for error in errors)
+    assert not (tmp_path / "saved" / checkpoint.STATE_FILE).exists()
+
+
+def save_on_a_bad_disk(rank: Rank, layout: ParallelLayout, directory: Path) -> str | None:
+    """The second rank's last byte does not arrive as it was written."""
+    write_all = checkpoint_writer._write_all
+
+    def write(descriptor: int, data: torch.Tensor) -> None:
+        write_all(descriptor, data if rank.rank == 0 or len(data) < 100 else data ^ 1)
+
+    checkpoint_writer._write_all = write
+    try:
+        return save_into(rank, layout, directory)
+    finally:
+        checkpoint_writer._write_all = write_all
+
+
+def save_behind_the_steps(rank: Rank, layout: ParallelLayout, directory: Path) -> Any:
+    """Two updates while the checkpoint is written, and another save behind the first with the same host memory."""
+    groups = rank.start(layout)
+    engine = make_engine(QWEN2, groups)
+    _steps(engine, groups, 2)
+    engine.save(directory, COUNTERS, background=True)
+    went_on = _steps(engine, groups, 2), owned_weights(engine)
+    seconds = engine.finish_save()
+    assert engine.save_is_written and {"plan", "copy", "write", "verify"} <= set(seconds)
+    engine.save(directory.parent / "second", background=True)
+    engine.finish_save()
+    return went_on
+
+
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(ranks: RankPool, tmp_path: Path) -> None:
+    layout = ParallelLayout(tp=2, dp=2)
+    expected = _metrics_and_weights(ranks(4).run(save_behind_the_steps, layout, tmp_path / "saved"))
+    loaded = ranks(4).run(load_and_go_on, layout, tmp_path / "saved", {})
+    metrics, weights = _metrics_and_weights([rest for _, _, rest in loaded])
+    assert metrics == expected[0]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected[1].items())
+
+
+def test_ranks_with_the_same_tensors_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(save_into, ParallelLayout(dp=2), tmp_path / "saved")
+    sizes = [path.stat().st_size for path in (tmp_path / "saved").glob("*.distcp")]
+    assert len(sizes) == 2 and max(sizes) <= 1.2 * min(sizes)
+
+
+def load_afresh(rank: Rank, layout: ParallelLayout, directory: Path, dtype: str, kind: str) -> Any:
+    groups = rank.start(layout)
+    sgd = {"kind": "sgd"} if kind == "sgd" else {}
+    engine = make_engine(QWEN2, groups, seed=99, dtype=dtype, distributed=kind == "adam", optimizer=sgd)
+    try:
+        engine.load(directory)
+        refused = None
+    except CheckpointError as error:
+        refused = str(error)
+    engine = make_engine(QWEN2, groups, seed=99, dtype=dtype, distributed=kind == "adam", optimizer=sgd)
+    engine.load(directory, fresh=["optimizer", "scheduler", "rng"])
+    loaded = owned_weights(engine)
+    before = {name: parameter.detach().clone() for name, parameter in engine.parameters().items()}
+    _steps(engine, groups, 1)
+    moved = max(float((p.detach() - before[name]).abs().max()) for name, p in engine.parameters().items())
+    return refused, engine.optimizer.num_updates, loaded, moved
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_optimizer_may_start_afresh_on_loaded_weights(
+    ranks: RankPool, tmp_path: Path, dtype: str, kind: str
+) -> None:
+    directory = tmp_path / "saved"
+    layout = ParallelLayout(dp=2)
+    saved = ranks(2).run(save_now, layout, directory, dtype)
+    results = ranks(2).run(load_afresh, layout, directory, dtype, kind)
+    for (refused, updates, _, moved), _ in zip(results, saved, strict=True):
+        assert (refused is None) == (kind == "adam")
+        assert kind == "adam" or "the state of adam, the run has sgd" in refused
+        assert updates == 2 and 0 < moved < 0.1  # two minibatches; weights that were not the loaded ones would jump
+    expected = assemble(piece for pieces in saved for piece in pieces)
+    loaded = assemble(piece for _, _, pieces, _ in results for piece in pieces)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def save_now(rank: Rank, layout: ParallelLayout, directory: Path, dtype: str) -> Any:
+    groups = rank.start(layout)
+    engine = make_engine(QWEN2, groups, dtype=dtype)
+    _steps(engine, groups, 1)
+    engine.save(directory)
+    return owned_weights(engine)
+
+
 def test_a_directory_without_its_last_file_is_no_checkpoint(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
     (saved / checkpoint.STATE_FILE).unlink()
     for directory in (saved, tmp_path / "nothing"):
@@ -173,11 +275,15 @@ def test_a_directory_in_use_is_not_overwritten(ranks: RankPool, saved: Path) -> 
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 
 
-@pytest.mark.parametrize("failure", ["full", "no room"])
+@pytest.mark.parametrize(
+    ("failure", "in_background"),
+    [("full", False), ("full", True), ("no room", False)],
+    ids=["full", "later", "no room"],
+)
 def test_a_full_disk_is_an_error_on_every_rank_and_leaves_older_checkpoints_alone(
-    ranks: RankPool, saved: Path, tmp_path: Path, failure: str
+    ranks: RankPool, saved: Path, tmp_path: Path, failure: str, in_background: bool
 ) -> None:
-    errors = ranks(2).run(save_into, ParallelLayout(tp=2), tmp_path / "next", failure)
+    errors = ranks(2).run(save_into, ParallelLayout(tp=2), tmp_path / "next", failure, in_background)
     expected = "No space left on device" if failure == "full" else "MiB free"
     assert all(expected in str(error) for error in errors)
     assert not (tmp_path / "next" / checkpoint.STATE_FILE).exists()
@@ -189,5 +295,7 @@ def test_the_state_file_records_layout_and_sizes(saved: Path) -> None:
     described = json.loads((saved / checkpoint.STATE_FILE).read_text())
     assert described["layout"]["tp"] == 2
     assert described["files"] == {
-        path.name: path.stat().st_size for path in saved.iterdir() if path.name != checkpoint.STATE_FILE
+        path.name: {"bytes": path.stat().st_size, "checksum": checksum_of(path)}
+        for path in saved.iterdir()
+        if path.name != checkpoint.STATE_FILE
     }

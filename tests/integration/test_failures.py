@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.controller.state import problems
+from megarl.controller.checkpoints import problems
 from megarl.observability.ending import read_ending
 from tests.integration.live import LiveRun, traceback_lines
 from tests.integration.runs import small, write_model, write_prompts

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.observability.report import report
+from megarl.weights.files.torch_dist import chunk_array, read_torch_dist
 from tests.integration.runs import REWARDS, Run, finished, layout, small, sources, write_model, write_prompts
 
 MISMATCH = "training/rollout_log_probs_diff/mean"
@@ -55,6 +56,7 @@ def resumed(place: Path, grpo: Run, overrides: list[str]) -> Run:
     with (directory / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 4, "metr')
     options = ["run.steps=4", "checkpoint.every_steps=2", "validation.every_steps=3"]
+    options += ["checkpoint.background=true", "checkpoint.export_hf_every=1"]
     return finished("train", "grpo_tiny", directory, *overrides, *options)
 
 
@@ -151,6 +153,30 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(grpo: Run, resumed: R
     assert states[0] == states[1]
     kept = ("steps", "version", "accuracy_start", "accuracy_end")
     assert [resumed.summary[name] for name in kept] == [grpo.summary[name] for name in kept]
+
+
+def stored_bytes(directory: Path) -> dict[tuple[str, int], bytes]:
+    """Weights and optimizer state of a role's part of a checkpoint."""
+    found = {}
+    for key, tensor in read_torch_dist(directory).tensors.items():
+        for number, chunk in enumerate(tensor.chunks):
+            array = chunk_array(chunk, tensor)
+            with array.path.open("rb") as file:
+                file.seek(array.begin)
+                found[key, number] = file.read(array.num_bytes)
+    return found
+
+
+def test_a_resumed_run_ends_bit_for_bit_like_the_other(grpo: Run, resumed: Run):
+    """Weights and optimizer state, hence also samples, their scores and their order."""
+    one, other = (stored_bytes(run.directory / "checkpoints" / "step_000004" / "actor") for run in (grpo, resumed))
+    assert any("exp_avg_sq" in key for key, _ in one)
+    assert one.keys() == other.keys() and [key for key in one if one[key] != other[key]] == []
+    model = (grpo.directory / "hf" / "model.safetensors").read_bytes()
+    assert (resumed.directory / "hf" / "model.safetensors").read_bytes() == model
+    exports = resumed.directory / "exports"
+    assert [path.name for path in exports.iterdir()] == ["step_000004"]
+    assert (exports / "step_000004" / "model.safetensors").read_bytes() == model
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_waste_is_at_most_two_percent_on_realistic_lengths(seed, rows, cap):
     assert (len(bins) - fewest) / fewest <= 0.02
 
 
-# Operations per token and per token squared: of 7 billion parameters (32 layers of 4,096) and half a billion (24 of 896).
+# Operations per token and per token squared of 7 billion parameters and of half a billion.
 MODELS = {"7b": SequenceCost(1.4e10, 262_144.0), "0.5b": SequenceCost(1.0e9, 43_008.0)}
 
 

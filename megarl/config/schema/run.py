@@ -77,10 +77,26 @@ class CheckpointConfig(StrictModel):
     """Save each so many steps; None saves at the end only."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints kept."""
+    keep_every_steps: int | None = Field(None, ge=1)
+    """Checkpoints of steps that this divides are kept for good; None keeps the newest only."""
+    background: bool = False
+    """Wait only until the ranks have copied their state into host memory, and write behind the next steps."""
     at_end: bool = True
     """Save after the last step."""
     export_hf: bool = True
     """Write the trained model as a Hugging Face directory at the end."""
+    export_hf_every: int | None = Field(None, ge=1)
+    """Write the model under training as well, into exports/, with each so many saves of every_steps."""
+
+
+class ResumeConfig(StrictModel):
+    """Continuing from a checkpoint (run.resume says which)."""
+
+    allow_fresh: list[Literal["optimizer", "scheduler", "rng", "data", "kl", "metrics", "critic"]] = Field(
+        default_factory=list
+    )
+    """Parts that may start afresh where the checkpoint has none, or one that does not fit this run; any other part that
+    is missing or superfluous is refused."""
 
 
 class ValidationConfig(StrictModel):
@@ -136,6 +152,8 @@ class TrainConfig(StrictModel):
     """Weight updates to the rollout engines."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
+    resume: ResumeConfig = ResumeConfig()
+    """Continuing."""
     validation: ValidationConfig = ValidationConfig()
     """Held-out evaluation."""
     logging: LoggingConfig = LoggingConfig()
@@ -179,6 +197,8 @@ class SftConfig(StrictModel):
     """Layout, engine and optimizer of the model."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
+    resume: ResumeConfig = ResumeConfig()
+    """Continuing."""
     eval_every_steps: int | None = Field(None, ge=1)
     """Evaluation loss each so many steps; None only at the end."""
     logging: LoggingConfig = LoggingConfig()

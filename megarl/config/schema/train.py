@@ -12,35 +12,53 @@ from megarl.config.schema.base import StrictModel
 class ScheduleConfig(StrictModel):
     """Learning rate over optimizer steps."""
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after the warm-up."""
+    kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
+    """After the warm-up: constant; linear or cosine decay to min_lr; peak * sqrt(warm-up / step); or stable at the peak
+    until a linear cooldown at the end (warm-up, stable, decay)."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the rate rises linearly from zero."""
     decay_steps: int | None = Field(None, ge=1)
     """Optimizer steps at which the decay reaches min_lr; null is the last one of the run."""
+    cooldown_steps: int | None = Field(None, ge=1)
+    """Last of the decay_steps, over which wsd falls to min_lr; null is a tenth of those after the warm-up."""
     min_lr: float = Field(0.0, ge=0)
-    """Rate at the end of the decay and after it."""
+    """Rate at the end of the decay and after it; the least of inverse_sqrt."""
 
 
 class OptimizerConfig(StrictModel):
-    """Adam with decoupled weight decay."""
+    """How a gradient becomes an update."""
 
+    kind: Literal["adam", "sgd", "muon"] = "adam"
+    """adam with decoupled weight decay; sgd with momentum, its weight decay part of the gradient; muon, which
+    orthogonalizes the updates of hidden matrices and leaves the rest to adam (Python 3.12 with emerging-optimizers)."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Weight decay of matrices; norms and biases have none."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Adam's first moment decay."""
     beta2: float = Field(0.95, ge=0, lt=1)
     """Adam's second moment decay."""
     eps: float = Field(1e-8, gt=0)
     """Adam's epsilon."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum of sgd and muon."""
     clip_grad: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
+    max_skipped_steps: int = Field(10, ge=0)
+    """Updates that may be skipped in a row because their gradient is not finite; one more ends the run, with the names
+    of the tensors it was found in."""
     distributed: bool = True
-    """Shard optimizer state over data-parallel ranks (Megatron's distributed optimizer)."""
+    """Shard optimizer state over data-parallel ranks (Megatron's distributed optimizer; adam only)."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
+
+    @property
+    def num_moments(self) -> int:
+        """float32 numbers of state per parameter beside its float32 copy; muon, with one or two, counts as two."""
+        if self.kind == "sgd":
+            return 1 if self.momentum > 0 else 0
+        return 2
 
 
 class EngineConfig(StrictModel):

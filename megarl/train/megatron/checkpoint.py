@@ -1,45 +1,46 @@
 """A role's training state on disk: Megatron's torch_dist format, written and read by all ranks of the role.
 
-A directory holds Megatron's files (weights, optimizer moments, random state) and ``state.json``: format, layout, the
-controller's counters, and the size of every file. The controller owns directories and the manifest over roles.
+A directory holds Megatron's files (weights, optimizer moments, random state) and ``state.json``: format, layout, parts,
+the controller's counters, and size and checksum of every file. The controller owns directories and the manifest over
+roles.
 
 Invariants:
 1. ``state.json`` is written last and atomically; without it a directory is no checkpoint.
-2. ``save`` writes into an empty directory only: a failure, a full disk included, damages no older checkpoint.
-3. A file that is missing or shorter than recorded is found by every rank before anything is loaded.
+2. ``begin`` takes an empty directory only: a failure, a full disk included, damages no older checkpoint.
+3. A file that is missing, shorter than recorded or changed is found by every rank before anything is loaded.
 4. A failure on one rank becomes a CheckpointError on all of them, so that none waits in a collective.
+5. Ranks that hold the same tensors share the writing of them.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import CheckpointError
 from megarl.parallel.grid import ParallelLayout
+from megarl.train.megatron.checkpoint_reader import mapped_reading
+from megarl.train.megatron.checkpoint_writer import HostCopy, RankFile, Written
 from megarl.train.megatron.optimizer import Optimizer
+from megarl.weights.files.file_checksum import checksum_of
 
-logger = logging.getLogger(__name__)
-
-FORMAT = 1
+FORMAT = 2
 STATE_FILE = "state.json"
 _PROBE_FILE = ".megarl-probe"
 
@@ -56,28 +57,39 @@ _FAILURES = (
 )
 
 
-class _DirectSave(torch_strategy.TorchDistSaveShardedStrategy):
-    """Megatron's save strategy with torch's own writer.
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A save under way on this rank: planned by all of them, its tensors copied if it runs in the background."""
 
-    Megatron's writer forks from a process full of threads, starts a manager process on first use (3 to 4 s), and
-    reports a failed write only after all ranks have passed a barrier; torch's writes from this process and raises the
-    same exception on every rank. The files are the same format.
-    """
+    directory: Path
+    file: RankFile
+    described: dict[str, Any]
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self.file.is_written
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        # The name maps that come back with it are for loading.
-        state = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
-        dcp.save(
-            torch_strategy.mcore_to_pyt_state_dict(state, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
-            planner=torch_strategy.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+    def finish(self) -> dict[str, float]:
+        """Wait for this rank's file, then complete the checkpoint with all ranks; collective.
+
+        Returns:
+            this rank's seconds of planning, copying, writing and reading back.
+
+        Raises:
+            CheckpointError: a rank could not write; on every rank.
+        """
+        written = self.file.gather()
+
+        def complete() -> None:
+            self.file.write_index(written)
+            _write_state_file(self.directory, self.described, written)
+
+        _on_first_rank(complete, self.directory)
+        return dict(self.file.seconds)
 
 
-def save(
+def begin(
     directory: Path,
     modules: Sequence[Any],
     optimizer: Optimizer | None,
@@ -86,8 +98,10 @@ def save(
     *,
     dp_group: dist.ProcessGroup,
     counters: Mapping[str, Any],
-) -> None:
-    """Write the training state of this role; called by all its ranks with the same directory and counters.
+    host: HostCopy | None = None,
+    synchronize: Callable[[], None] = lambda: None,
+) -> Save:
+    """Start to write the training state of this role; called by all its ranks with the same directory and counters.
 
     Args:
         directory: new or empty directory on a file system all ranks see.
@@ -95,8 +109,11 @@ def save(
         optimizer: its optimizer; None for a model that is not trained.
         rng_state: this rank's random generators.
         layout: the role's layout.
-        dp_group: data-parallel group.
+        dp_group: data-parallel (and context-parallel) group, whose ranks share the writing.
         counters: what the controller wants back from ``load``; JSON values.
+        host: memory to copy into: this rank then writes in a thread, and training may go on. None writes before this
+            returns.
+        synchronize: waits for copies from the device.
 
     Raises:
         CheckpointError: the directory is not empty, the disk is full, or a file cannot be written; on every rank.
@@ -112,20 +129,26 @@ def save(
     state["rng"] = _rng_object(rng_state, layout)
     _on_first_rank(lambda: _prepare(directory), directory)
     _require_space(directory, state)
+    file = RankFile(host, synchronize)
+    strategy: Any = file if dp_group.size() == 1 else FullyParallelSaveStrategyWrapper(file, dp_group)
     try:
         with _quiet():
             dist_checkpointing.save(
-                state, str(directory), sharded_strategy=_DirectSave(), content_metadata=_storable(metadata)
+                state, str(directory), sharded_strategy=strategy, content_metadata=_storable(metadata)
             )
     except _FAILURES as error:
         _fail("cannot write the checkpoint", directory, error)
     described = {
         "format": FORMAT,
         "layout": asdict(layout),
-        "optimizer": None if optimizer is None else optimizer.counters(),
+        "optimizer": None if optimizer is None else {"kind": optimizer.config.kind, **optimizer.counters()},
         "counters": dict(counters),
     }
-    _on_first_rank(lambda: _write_state_file(directory, described), directory)
+    if host is None:
+        file.write()
+    else:
+        file.start()
+    return Save(directory, file, described)
 
 
 def load(
@@ -135,37 +158,81 @@ def load(
     layout: ParallelLayout,
     *,
     dp_group: dist.ProcessGroup,
+    fresh: Collection[str] = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read what ``save`` wrote into this rank's model and optimizer; called by all ranks, at any layout.
+    """Read a checkpoint into this rank's model and optimizer; called by all ranks, at any layout.
+
+    Args:
+        directory: the checkpoint.
+        modules: the bare chunks of this rank's model.
+        optimizer: its optimizer.
+        layout: the role's layout.
+        dp_group: data-parallel (and context-parallel) group.
+        fresh: parts to leave as they are: ``optimizer`` (state), ``scheduler`` (its position), ``rng``.
 
     Returns:
-        the counters given to ``save``, and this rank's random state (None if the layout was another one, at which a
-        rank's generators have no counterpart).
+        the counters given to ``begin``, and this rank's random state (None if the layout was another one, at which a
+        rank's generators have no counterpart, or if it is left fresh).
 
     Raises:
-        CheckpointError: no complete checkpoint, a missing or truncated file, or contents that do not fit the model.
+        CheckpointError: no complete checkpoint, a missing, truncated or changed file, or contents that do not fit the
+            model or the kind of optimizer.
     """
     described = read_state_file(directory)
-    if optimizer is not None and described["optimizer"] is None:
-        raise CheckpointError("the checkpoint holds no optimizer state", where=str(directory))
-    same_layout = described["layout"] == asdict(layout)
-    metadata = _metadata(dp_group)
-    if optimizer is not None:
+    _verify_together(directory, described)
+    saved = described["optimizer"]
+    loads_optimizer = optimizer is not None and "optimizer" not in fresh
+    if optimizer is not None and loads_optimizer:
+        kind = None if saved is None else saved["kind"]
+        if kind != optimizer.config.kind:
+            raise CheckpointError(
+                f"the checkpoint holds {'no optimizer state' if kind is None else f'the state of {kind}'}, "
+                f"the run has {optimizer.config.kind}",
+                where=str(directory),
+                fix="resume.allow_fresh=[optimizer]",
+            )
         optimizer.materialise_state()
-    state = _state_dict(modules, optimizer, metadata, is_loading=True)
-    if same_layout:
+    loads_rng = described["layout"] == asdict(layout) and "rng" not in fresh
+    state = _state_dict(modules, optimizer if loads_optimizer else None, _metadata(dp_group), is_loading=True)
+    if loads_rng:
         state["rng"] = _rng_object({}, layout)
     try:
-        with _quiet():
+        with _quiet(), mapped_reading():
             loaded = dist_checkpointing.load(state, str(directory), strict="raise_unexpected")
         for name, module in _named(modules).items():
             module.load_state_dict(loaded[name])
         if optimizer is not None:
-            optimizer.load_state(loaded["optimizer"])
-            optimizer.load_counters(described["optimizer"])
+            if loads_optimizer:
+                optimizer.load_state(loaded["optimizer"])
+            else:
+                optimizer.megatron.reload_model_params()
+            if saved is not None and "scheduler" not in fresh:
+                optimizer.load_counters(saved)
     except _FAILURES as error:
         _fail("cannot load the checkpoint", directory, error)
-    return described["counters"], loaded["rng"] if same_layout else None
+    return described["counters"], loaded["rng"] if loads_rng else None
+
+
+def _verify_together(directory: Path, described: Mapping[str, Any]) -> None:
+    """Compare every file's checksum with the recorded one, each rank a share of the files; collective."""
+    # Files that a conversion wrote have none.
+    names = sorted(name for name, recorded in described["files"].items() if "checksum" in recorded)
+    mine = names[dist.get_rank() :: dist.get_world_size()]
+    changed = []
+    for name in mine:
+        try:
+            found = checksum_of(directory / name)
+        except OSError as error:
+            changed.append(f"{name} cannot be read: {error}")
+            continue
+        if found != described["files"][name]["checksum"]:
+            changed.append(f"{name} has checksum {found} instead of {described['files'][name]['checksum']}")
+    everywhere: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, changed)
+    if problems := [problem for one in everywhere for problem in one]:
+        raise CheckpointError(
+            f"damaged checkpoint: {'; '.join(problems)}", where=str(directory), fix="load another one"
+        )
 
 
 def read_state_file(directory: Path) -> dict[str, Any]:
@@ -186,12 +253,12 @@ def read_state_file(directory: Path) -> dict[str, Any]:
     if described.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint format {described.get('format')!r}, expected {FORMAT}", where=str(path))
     damaged = []
-    for name, size in described["files"].items():
+    for name, recorded in described["files"].items():
         file = directory / name
         if not file.is_file():
             damaged.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            damaged.append(f"{name} has {file.stat().st_size} of {size} bytes")
+        elif file.stat().st_size != recorded["bytes"]:
+            damaged.append(f"{name} has {file.stat().st_size} of {recorded['bytes']} bytes")
     if damaged:
         raise CheckpointError(f"damaged checkpoint: {'; '.join(damaged)}", where=str(directory), fix="load another one")
     return described
@@ -288,13 +355,18 @@ def _owned_bytes(state: Any) -> int:
     return data.numel() * data.element_size() if is_main else 0
 
 
-def _write_state_file(directory: Path, described: dict[str, Any]) -> None:
-    described["files"] = {
-        str(path.relative_to(directory)): path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()
-    }
+def _write_state_file(directory: Path, described: dict[str, Any], written: Sequence[Written]) -> None:
+    checksums = {one.name: one.checksum for one in written if one.name is not None}
+    files = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = str(path.relative_to(directory))
+        checksum = checksums[name] if name in checksums else checksum_of(path)
+        files[name] = {"bytes": path.stat().st_size, "checksum": checksum}
+    if missing := sorted(set(checksums) - set(files)):
+        raise CheckpointError(f"files are not there that were written: {', '.join(missing)}", where=str(directory))
     temporary = directory / (STATE_FILE + ".tmp")
     with temporary.open("w") as file:
-        json.dump(described, file, indent=1)
+        json.dump(described | {"files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(directory / STATE_FILE)

@@ -6,10 +6,12 @@ pipeline), ``heads`` (hidden states -> log-probs), ``objectives`` (outputs -> lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -27,6 +29,7 @@ from megarl.platform.device import Device
 from megarl.train.engine import PolicyUpdate, StateSummary, ValueUpdate
 from megarl.train.megatron import checkpoint, export, offload, step
 from megarl.train.megatron import microbatch as mb
+from megarl.train.megatron.checkpoint_writer import HostCopy
 from megarl.train.megatron.experts import are_grouped
 from megarl.train.megatron.forward import HeadOptions, ModelParts, TokenOutputs, configure_schedule, forward_only
 from megarl.train.megatron.initialize import random_weights
@@ -108,7 +111,15 @@ class MegatronEngine:
                 )
                 for module in self._modules
             ]
-            self.optimizer = Optimizer(self._chunks, optimizer, dtype=self._dtype, total_updates=total_updates)
+            self.optimizer = Optimizer(
+                self._chunks,
+                optimizer,
+                dtype=self._dtype,
+                total_updates=total_updates,
+                tensors=self._tensor_names(),
+            )
+        self._save: checkpoint.Save | None = None
+        self._host_copy: HostCopy | None = None
         self._offloader = offload.Offloader(self._chunks, self.optimizer, device)
         self._parts = ModelParts(
             chunks=self._chunks,
@@ -218,6 +229,13 @@ class MegatronEngine:
             grouped_experts=self._grouped_experts,
         )
 
+    def _tensor_names(self) -> dict[str, list[str]]:
+        """Canonical tensors in each parameter, by its name."""
+        names: dict[str, list[str]] = {}
+        for region in self.regions():
+            names.setdefault(region.local_name, []).append(region.tensor)
+        return names
+
     def pieces(self) -> Iterator[tuple[Region, Tensor]]:
         """The regions this rank stands for, with views of its parameters."""
         return pieces(self.regions(), self.parameters())
@@ -245,10 +263,24 @@ class MegatronEngine:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def save(self, directory: Path, counters: Mapping[str, Any] | None = None) -> None:
-        """Write weights, optimizer, schedule and random state into an empty directory; collective."""
+    def save(
+        self, directory: Path, counters: Mapping[str, Any] | None = None, *, background: bool = False
+    ) -> dict[str, float]:
+        """Write weights, optimizer, schedule and random state into an empty directory; collective.
+
+        With ``background`` this returns when they are copied, and ``finish_save`` must follow before the next save.
+
+        Returns:
+            this rank's seconds by part of the save, of those parts that are done.
+        """
         self._require_onload()
-        checkpoint.save(
+        if self._save is not None:
+            raise TrainError(
+                "a save is under way", where=f"{self.role} rank {self.groups.rank}", fix="finish_save first"
+            )
+        if background and self._host_copy is None:
+            self._host_copy = HostCopy(pinned=self.device.name == "cuda")
+        save = checkpoint.begin(
             Path(directory),
             self._modules,
             self.optimizer,
@@ -256,28 +288,59 @@ class MegatronEngine:
             self.groups.layout,
             dp_group=self.groups.dp_cp,
             counters={} if counters is None else counters,
+            host=self._host_copy if background else None,
+            synchronize=self.device.synchronize,
         )
+        if not background:
+            return save.finish()
+        self._save = save
+        return dict(save.file.seconds)
 
-    def load(self, directory: Path) -> dict[str, Any]:
-        """Continue from ``save``; returns the counters given to it; collective."""
+    @property
+    def save_is_written(self) -> bool:
+        """Whether ``finish_save`` would not have to wait for this rank's file."""
+        return self._save is None or self._save.is_written
+
+    def finish_save(self) -> dict[str, float]:
+        """Complete a save in the background; collective. Returns this rank's seconds by part of the save."""
+        if self._save is None:
+            raise TrainError("no save is under way", where=f"{self.role} rank {self.groups.rank}")
+        save, self._save = self._save, None
+        return save.finish()
+
+    def load(self, directory: Path, *, fresh: Collection[str] = ()) -> dict[str, Any]:
+        """Continue from ``save``; returns the counters given to it; collective.
+
+        ``fresh`` names parts to leave as they are: optimizer, scheduler, rng.
+        """
         self._require_onload()
         counters, rng_state = checkpoint.load(
-            Path(directory), self._modules, self.optimizer, self.groups.layout, dp_group=self.groups.dp_cp
+            Path(directory), self._modules, self.optimizer, self.groups.layout, dp_group=self.groups.dp_cp, fresh=fresh
         )
         if rng_state is not None:
             self._set_rng_state(rng_state)
         return counters
 
     def _rng_state(self) -> dict[str, Any]:
+        """Every generator of this process: torch's of host and device, Megatron's, Python's and NumPy's."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        return {"device": self.device.rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        return {
+            "device": self.device.rng_state(),
+            "tracker": get_cuda_rng_tracker().get_states(),
+            "python": random.getstate(),
+            "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        }
 
     def _set_rng_state(self, state: Mapping[str, Any]) -> None:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         self.device.set_rng_state(state["device"])
         get_cuda_rng_tracker().set_states(state["tracker"])
+        random.setstate(state["python"])
+        kind, keys, position, has_gauss, gauss = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
 
     def offload(self) -> None:
         """Move weights, gradients and optimizer state to host memory; nothing to do where that is the device."""

@@ -3,51 +3,33 @@
 Invariants:
 1. An update with a non-finite gradient changes no weight, no moment and no schedule position; it is counted.
 2. The gradient norm is the global one before clipping, of the whole model over all ranks, replicas counted once.
-3. Weight decay is decoupled and leaves out norms and biases (every one-dimensional parameter).
+3. Weight decay leaves out norms and biases (every one-dimensional parameter).
+4. More than ``max_skipped_steps`` skips in a row are an error on every rank, with the tensors they were found in.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from megarl.config.schema.train import OptimizerConfig, ScheduleConfig
-from megarl.errors import ConfigError
+from megarl.config.schema.train import OptimizerConfig
+from megarl.errors import SetupError, TrainError
+from megarl.train.megatron.learning_rate import learning_rate
+from megarl.train.megatron.model import named_parameters
 
+logger = logging.getLogger(__name__)
 
-def learning_rate(update: int, peak: float, schedule: ScheduleConfig, total_updates: int | None = None) -> float:
-    """Learning rate of an optimizer update.
-
-    Warm-up: ``peak * (update + 1) / warmup_steps``, so that the first update is not a no-op. Then ``peak``, or from
-    there to ``min_lr`` linearly or along half a cosine (arXiv:1608.03983, eq. 5, without restarts), reached at
-    ``decay_steps`` and kept.
-
-    Args:
-        update: number of updates applied before it.
-        peak: highest rate.
-        schedule: shape of the schedule.
-        total_updates: planned updates of the run; stands in for ``decay_steps`` where the schedule gives none.
-
-    Raises:
-        ConfigError: a decaying schedule without any number of steps.
-    """
-    if update < schedule.warmup_steps:
-        return peak * (update + 1) / schedule.warmup_steps
-    if schedule.kind == "constant":
-        return peak
-    end = schedule.decay_steps if schedule.decay_steps is not None else total_updates
-    if end is None:
-        raise ConfigError(f"a {schedule.kind} schedule needs decay_steps", where="optimizer.schedule.decay_steps")
-    progress = min(1.0, (update - schedule.warmup_steps) / max(1, end - schedule.warmup_steps))
-    left = 1 - progress if schedule.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return schedule.min_lr + (peak - schedule.min_lr) * left
+_NAMED_TENSORS = 20
+"""Tensors an error lists before it only counts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +55,10 @@ class Optimizer:
         config: settings; ``distributed`` must be what the chunks were wrapped with.
         dtype: dtype of the weights; with bfloat16 the optimizer keeps float32 copies.
         total_updates: planned updates, for decaying schedules without ``decay_steps``.
+        tensors: canonical tensors in each parameter, by the parameter's name, for messages; the name itself if None.
+
+    Raises:
+        SetupError: Muon without its package.
     """
 
     def __init__(
@@ -82,32 +68,29 @@ class Optimizer:
         *,
         dtype: torch.dtype,
         total_updates: int | None,
+        tensors: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.config = config
         self.total_updates = total_updates
         self.num_updates = 0
         self.num_skipped = 0
+        self.num_skipped_in_a_row = 0
+        self._tensors = {} if tensors is None else tensors
+        self._not_finite: dict[str, int] = {}
         self.next_learning_rate()  # an impossible schedule fails here, not at the end of a warm-up
+        if config.kind == "muon":
+            _require_muon()
         self.megatron: Any = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.schedule.min_lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                decoupled_weight_decay=True,
-                clip_grad=config.clip_grad,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=config.distributed,
-            ),
+            _megatron_config(config, dtype),
             self.chunks,
             # They are for checkpoint formats that gather on the host; ours does not.
             use_gloo_process_groups=False,
         )
+        for part in self._parts():
+            if getattr(part, "init_state_fn", 0) is None:
+                # SGD's, which Megatron calls all the same before it loads; materialise_state makes the state.
+                part.init_state_fn = lambda *_: None
 
     def next_learning_rate(self) -> float:
         """Learning rate of the next update."""
@@ -124,22 +107,65 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> UpdateResult:
-        """Apply one update from the reduced gradients, unless they are not finite."""
+        """Apply one update from the reduced gradients, unless they are not finite.
+
+        Raises:
+            TrainError: it would be skipped, like ``max_skipped_steps`` before it; on every rank.
+        """
         rate = self.next_learning_rate()
         overflow = self.megatron.prepare_grads()
         # All-reduced over the ranks that share the model, so every rank takes the same branch below. Replicas of
         # one shard hold the same reduced gradients and agree too.
         grad_norm = float(self.megatron.get_grad_norm() or 0.0)
         if overflow or not math.isfinite(grad_norm):
-            self.num_skipped += 1
+            self._skip()
             return UpdateResult(grad_norm, rate, applied=False)
         if self.config.clip_grad > 0:
             self._scale_gradients(self.config.clip_grad / (grad_norm + 1e-6))
         for group in self.megatron.param_groups:
+            # Megatron leaves both to its own scheduler, which is not used here.
             group["lr"] = rate * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
         self.megatron.step_with_ready_grads()
         self.num_updates += 1
+        self.num_skipped_in_a_row = 0
+        self._not_finite.clear()
         return UpdateResult(grad_norm, rate, applied=True)
+
+    def _skip(self) -> None:
+        self.num_skipped += 1
+        self.num_skipped_in_a_row += 1
+        found = self._not_finite_tensors()
+        for name in found:
+            self._not_finite[name] = self._not_finite.get(name, 0) + 1
+        logger.warning(
+            "update skipped, the %d. in a row: its gradient is not finite in %s",
+            self.num_skipped_in_a_row,
+            _listed(found),
+        )
+        if self.num_skipped_in_a_row > self.config.max_skipped_steps:
+            often = sorted(self._not_finite, key=lambda name: (-self._not_finite[name], name))
+            raise TrainError(
+                f"{self.num_skipped_in_a_row} updates in a row had a gradient that is not finite: "
+                + _listed([f"{name} ({self._not_finite[name]} times)" for name in often]),
+                where=f"update {self.num_updates}",
+                fix="lower optimizer.lr or optimizer.clip_grad, look at the samples of this step, or allow more with "
+                "optimizer.max_skipped_steps",
+            )
+
+    def _not_finite_tensors(self) -> list[str]:
+        """Canonical tensors whose gradient is not finite on any rank, sorted; collective.
+
+        A rank looks at its whole gradient buffers: at what it has reduced, and at its own contribution elsewhere.
+        """
+        names: set[str] = set()
+        for name, parameter in named_parameters([chunk.module for chunk in self.chunks]).items():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                names.update(self._tensors.get(name, [name]))
+        everywhere: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(everywhere, names)
+        return sorted(set().union(*everywhere))
 
     def _scale_gradients(self, factor: float) -> None:
         if factor >= 1:
@@ -181,27 +207,81 @@ class Optimizer:
 
     def counters(self) -> dict[str, int]:
         """Position in the schedule, for checkpoints."""
-        return {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
+        return {
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
+        }
 
     def load_counters(self, counters: dict[str, int]) -> None:
         """Continue from ``counters()``."""
         self.num_updates = int(counters["num_updates"])
         self.num_skipped = int(counters["num_skipped"])
+        self.num_skipped_in_a_row = int(counters["num_skipped_in_a_row"])
 
     def materialise_state(self) -> None:
-        """Create zero Adam moments where torch's Adam would do so at its first step.
+        """Create zero state where torch's optimizers would do so at their first step, which makes no difference there.
 
         Megatron's checkpoint code reads ``step`` from state that torch's Adam has not made yet (KeyError 'step');
         Transformer Engine's and Apex's Adam are handled there.
         """
         for inner in self.torch_optimizers():
-            if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-                continue
             for group in inner.param_groups:
-                for param in group["params"]:
-                    if param not in inner.state or not inner.state[param]:
-                        inner.state[param] = {
-                            "step": torch.zeros((), dtype=torch.float32),
-                            "exp_avg": torch.zeros_like(param),
-                            "exp_avg_sq": torch.zeros_like(param),
-                        }
+                for parameter in group["params"]:
+                    if parameter not in inner.state or not inner.state[parameter]:
+                        inner.state[parameter] = _first_state(inner, group, parameter)
+
+
+def _first_state(inner: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        return {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    if group.get("momentum", 0.0) > 0:  # torch's SGD, and Muon
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    return {}
+
+
+def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    muon = {"muon_momentum": config.momentum} if config.kind == "muon" else {}
+    return MegatronOptimizerConfig(
+        optimizer=config.kind,
+        lr=config.lr,
+        min_lr=config.schedule.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        sgd_momentum=config.momentum,
+        decoupled_weight_decay=True,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+        **muon,
+    )
+
+
+def _require_muon() -> None:
+    """Raise unless Megatron-Core makes Muon by its name and finds the package with it."""
+    try:
+        from megatron.core.optimizer import emerging_optimizers
+    except ImportError:
+        raise SetupError(
+            "this release of Megatron-Core has no Muon that megarl can use",
+            where="optimizer.kind=muon",
+            fix="use megatron-core 0.19 (Python 3.12), or optimizer.kind=adam",
+        ) from None
+    if not emerging_optimizers.HAVE_EMERGING_OPTIMIZERS:
+        raise SetupError(
+            "Megatron-Core's Muon needs the package emerging-optimizers",
+            where="optimizer.kind=muon",
+            fix="pip install emerging-optimizers (Python 3.12), or optimizer.kind=adam",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
+    return ", ".join(names[:_NAMED_TENSORS]) + more

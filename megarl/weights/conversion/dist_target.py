@@ -186,8 +186,12 @@ def _hull(regions: Iterable[Region]) -> Box:
 def _trainer_state(
     trainer: Mapping[str, Any], sizes: Mapping[str, int], closing: Sequence[tuple[str, bytes]], *, has_optimizer: bool
 ) -> bytes:
-    """What megarl's trainer wants beside Megatron's files. No layout is named: no rank's random state came along."""
-    files = {**sizes, **{name: len(data) for name, data in closing}}
+    """What megarl's trainer wants beside Megatron's files. No layout is named: no rank's random state came along.
+
+    Files have no checksum, which the trainer computes with torch; the receipt of the conversion has its own.
+    """
+    all_sizes = {**sizes, **{name: len(data) for name, data in closing}}
+    files = {name: {"bytes": size} for name, size in all_sizes.items()}
     optimizer = trainer.get("optimizer") if has_optimizer else None
     return json.dumps({**trainer, "layout": None, "optimizer": optimizer, "files": files}, indent=1).encode()
 

@@ -7,8 +7,25 @@ import json
 
 import pytest
 
-from megarl.controller.state import CheckpointStore, RunDirectory, RunState, find_resume, problems, read_state
+from megarl.config.load import load_sft, load_train
+from megarl.controller import checkpoints
+from megarl.controller.checkpoints import (
+    CheckpointStore,
+    contents_of,
+    find_resume,
+    fresh_parts,
+    problems,
+    read_state,
+)
+from megarl.controller.state import RunDirectory, RunState
 from megarl.errors import CheckpointError, ConfigError, WorkerError
+
+
+def save(store, state, write_parts):
+    partial = store.begin(state)
+    with store.writing(partial):
+        write_parts(partial.directory)
+    return store.commit(partial)
 
 
 def write_part(directory):
@@ -24,7 +41,7 @@ def full_disk(directory):
 def test_a_saved_checkpoint_gives_back_the_state(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     state = RunState(step=3, version=4, prompts={"epoch": 1}, kl={"coef": 0.1})
-    path = store.save(state, write_part)
+    path = save(store, state, write_part)
     assert read_state(path) == state
     assert json.loads((tmp_path / "latest").read_text()) == "step_000003"
 
@@ -32,15 +49,97 @@ def test_a_saved_checkpoint_gives_back_the_state(tmp_path):
 def test_only_the_newest_are_kept(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in range(1, 5):
-        store.save(RunState(step, step), write_part)
+        save(store, RunState(step, step), write_part)
     assert [path.name for path in store.complete()] == ["step_000003", "step_000004"]
+
+
+def test_every_so_many_steps_stay_for_good(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2, keep_every_steps=3)
+    for step in range(1, 9):
+        save(store, RunState(step, step), write_part)
+    assert [path.name for path in store.complete()] == ["step_000003", "step_000006", "step_000007", "step_000008"]
+
+
+def test_a_run_resumed_from_an_older_step_keeps_what_it_writes(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (5, 20, 10):
+        save(store, RunState(step, step), write_part)
+    assert [path.name for path in store.complete()] == ["step_000010", "step_000020"]
+    assert store.newest().name == "step_000010"  # what latest names, not the highest step
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_is_not_complete(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, RunState(1, 1), write_part)
+    partial = store.begin(RunState(2, 2))
+    write_part(partial.directory)
+    write = checkpoints.write_json
+
+    def lose(path, value):
+        write(path, value)
+        if path.name == "latest":
+            (tmp_path / "step_000002" / "actor" / "weights.bin").write_bytes(b"")
+
+    monkeypatch.setattr(checkpoints, "write_json", lose)
+    with pytest.raises(CheckpointError, match=r"just written is not complete: actor/weights.bin has 0 bytes"):
+        store.commit(partial)
+    assert store.newest().name == "step_000001"
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    write_part(store.begin(RunState(1, 1)).directory)
+    assert store.newest() is None
+    save(store, RunState(2, 2), write_part)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000002"]
+
+
+ACTOR = {"actor/model": "", "actor/optimizer": "adam", "data": "", "metrics": ""}
+
+
+@pytest.mark.parametrize(
+    ("saved", "run", "listed", "allowed"),
+    [
+        ({"actor/model": "", "data": "", "metrics": ""}, ACTOR, "actor/optimizer: missing", ["optimizer"]),
+        (ACTOR, ACTOR | {"actor/optimizer": "sgd"}, "actor/optimizer: adam there, sgd here", ["optimizer"]),
+        (ACTOR | {"critic/model": ""}, ACTOR, "critic/model: not a part of this run", ["critic"]),
+        (
+            ACTOR,
+            ACTOR | {"critic/model": "", "critic/rng": ""},
+            "critic/model: missing; critic/rng: missing",
+            ["critic"],
+        ),
+        ({"actor/model": ""}, {"actor/model": "", "data": "", "kl": ""}, "data: missing; kl: missing", ["kl", "data"]),
+    ],
+)
+def test_other_parts_are_refused_by_name_unless_they_may_start_afresh(tmp_path, saved, run, listed, allowed):
+    path = save(CheckpointStore(tmp_path, keep=1, contents=saved), RunState(1, 1), write_part)
+    assert fresh_parts(path, saved, []) == frozenset()
+    with pytest.raises(CheckpointError, match=listed) as caught:
+        fresh_parts(path, run, [])
+    assert f"resume.allow_fresh=[{','.join(sorted(allowed))}]" in str(caught.value)
+    if len(allowed) > 1:
+        with pytest.raises(CheckpointError, match=r"this run: data: missing"):
+            fresh_parts(path, run, allowed[:1])
+    assert fresh_parts(path, run, allowed) == {name for name in run if saved.get(name) != run[name]}
+
+
+def test_parts_of_a_run_follow_its_roles():
+    grpo, ppo = (
+        load_train("grpo_tiny", []).config,
+        load_train("ppo_tiny", ["critic.optimizer.kind=sgd", "critic.optimizer.distributed=false"]).config,
+    )
+    assert contents_of(grpo)["actor/optimizer"] == "adam" and "critic/model" not in contents_of(grpo)
+    assert contents_of(ppo)["critic/optimizer"] == "sgd"
+    assert {"data", "kl", "version", "metrics", "actor/rng", "actor/scheduler"} <= set(contents_of(grpo))
+    assert "kl" not in contents_of(load_sft("sft_tiny", []).config)
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_of_the_failed_one(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
-    store.save(RunState(1, 1), write_part)
+    save(store, RunState(1, 1), write_part)
     with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are untouched"):
-        store.save(RunState(2, 2), full_disk)
+        save(store, RunState(2, 2), full_disk)
     assert [path.name for path in store.complete()] == ["step_000001"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
 
@@ -60,9 +159,9 @@ def test_whatever_ends_a_save_leaves_nothing_of_it(tmp_path, error):
         raise error
 
     store = CheckpointStore(tmp_path, keep=1)
-    store.save(RunState(1, 1), write_part)
+    save(store, RunState(1, 1), write_part)
     with pytest.raises(type(error)) as caught:
-        store.save(RunState(2, 2), fail)
+        save(store, RunState(2, 2), fail)
     assert caught.value is error
     assert problems(store.newest()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
@@ -71,8 +170,8 @@ def test_whatever_ends_a_save_leaves_nothing_of_it(tmp_path, error):
 @pytest.mark.parametrize("harm", ["truncate", "remove", "manifest"])
 def test_a_damaged_checkpoint_is_not_one(tmp_path, harm):
     store = CheckpointStore(tmp_path, keep=3)
-    store.save(RunState(1, 1), write_part)
-    newest = store.save(RunState(2, 2), write_part)
+    save(store, RunState(1, 1), write_part)
+    newest = save(store, RunState(2, 2), write_part)
     weights = newest / "actor" / "weights.bin"
     if harm == "truncate":
         weights.write_bytes(b"123")
@@ -90,7 +189,7 @@ def test_resume_auto_never_and_path(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path / "a", keep=1)
     assert find_resume("auto", store) is None
     assert find_resume("never", store) is None
-    path = store.save(RunState(1, 1), write_part)
+    path = save(store, RunState(1, 1), write_part)
     assert find_resume("auto", store) == path
     assert find_resume(str(path), store) == path
     monkeypatch.chdir(tmp_path)

@@ -43,6 +43,7 @@ def steps_of(clock: Clock, *, step_s: float, save_s: float, within_s: float) -> 
                 clock.now += step_s
         with span("save"):
             clock.now += save_s
+        stopping.note_save(save_s)
         yield stopping
 
 

@@ -56,6 +56,17 @@ def test_roles_that_take_turns_are_not_on_the_device_together():
     assert [finding.key for finding in errors(check_memory(both, stay, gpu=H100, host_bytes=None))]
 
 
+def test_moments_and_the_copy_of_a_background_save_follow_the_optimizer():
+    spec = known_spec("Llama-3.1-8B")
+    plain, sgd = (state_bytes(spec, ParallelLayout(), "bfloat16", moments=moments) for moments in (2, 1))
+    assert (plain.total - sgd.total) / spec.num_parameters() == pytest.approx(4, rel=1e-3)
+    config = load_train("grpo_7b", ["checkpoint.background=true", "checkpoint.every_steps=10"]).config
+    expected = forecast(config, known_spec("Qwen2.5-7B"), spec, H100)
+    # A node has all of the role: 14 bytes a parameter, weights and float32 state once, whatever the replicas.
+    copied = expected.host["actor checkpoint"] / known_spec("Qwen2.5-7B").num_parameters()
+    assert copied == pytest.approx(14, rel=0.02) if config.cluster.num_nodes == 1 else copied < 14
+
+
 def test_split_roles_do_not_meet():
     keys = ["cluster.placement=split", "cluster.num_nodes=2", "actor.engine.offload=false"]
     config, spec = load_train("grpo_7b", keys).config, known_spec("Qwen2.5-7B")
