@@ -16,7 +16,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megarl.models.spec import ModelSpec
 from megarl.parallel.grid import ParallelLayout
 from megarl.platform.device import get_device
-from megarl.train.megatron.checkpoint import _DirectSave
+from megarl.train.megatron.checkpoint_writer import RankFile
 from megarl.weights.conversion.dist_target import dist_target
 from megarl.weights.conversion.dist_view import is_indexed
 from megarl.weights.conversion.session import Settings, convert
@@ -104,7 +104,13 @@ def save(
             directory.mkdir()
         torch.distributed.barrier()
         state = {"model": model.sharded_state_dict(metadata=metadata())}
-        dist_checkpointing.save(state, str(directory), sharded_strategy=_DirectSave())
+        file = RankFile(None, lambda: None)
+        dist_checkpointing.save(state, str(directory), sharded_strategy=file)
+        file.write()
+        everywhere = file.gather()
+        if rank.rank == 0:
+            file.write_index(everywhere)
+        torch.distributed.barrier()
 
 
 @pytest.mark.parametrize(
