@@ -144,7 +144,7 @@ def move_away_and_back(rank: Rank, layout: ParallelLayout, distributed: bool, dt
     for is_moved in (False, True):
         engine = make_engine(QWEN2, groups, distributed=distributed, dtype=dtype)
         batch, minibatches = replica(recorded_batch(QWEN2.vocab_size), groups)
-        offloader = Offloader(engine._chunk, engine.optimizer, get_device("cpu"))
+        offloader = Offloader(engine._chunks, engine.optimizer, get_device("cpu"))
         metrics = []
         for _ in range(2):
             if is_moved:
