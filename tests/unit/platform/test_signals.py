@@ -15,6 +15,9 @@ from megarl.platform import signals
 def handlers() -> Iterator[None]:
     """A failing test must not leave its handlers to the others."""
     before = {number: signal.getsignal(number) for number in (*signals.ENDING, *signals.ASKING, signal.SIGALRM)}
+    # Under nohup, or in the background of a script, the suite itself has inherited ignored signals.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
