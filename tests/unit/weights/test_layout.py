@@ -138,7 +138,7 @@ def test_what_is_not_represented_is_refused():
         megatron_regions(QWEN2, ParallelLayout(tp=3), Coordinate())
     with pytest.raises(LayoutError, match="6 experts do not divide by ep=4"):
         megatron_regions(AWKWARD["mixtral"], ParallelLayout(dp=4, ep=4), Coordinate())
-    with pytest.raises(LayoutError, match="5 rows or columns do not divide by etp=2"):
+    with pytest.raises(LayoutError, match="5 rows of an expert do not divide by etp=2"):
         megatron_regions(AWKWARD["mixtral"], ParallelLayout(tp=1, dp=2, etp=2), Coordinate())
     with pytest.raises(LayoutError, match="3"):
         megatron_regions(QWEN2, ParallelLayout(pp=3), Coordinate())
