@@ -41,7 +41,9 @@ def outcome(ranks: RankPool, *case: Any) -> tuple[dict[str, float], dict[str, to
     return next(m for m, _ in results if m), assemble(piece for _, pieces in results for piece in pieces)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=pytest.mark.slow if path == "tp-to-ep" else ()) for path in PATHS]
+)
 def test_training_goes_on_at_the_same_and_at_another_layout(ranks: RankPool, tmp_path: Path, path: str) -> None:
     model, source, target = PATHS[path]
     metrics, weights = outcome(ranks, model, source, tmp_path / "saved", True)

@@ -212,6 +212,7 @@ def weights_of(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run / "hf").glob("*.safetensors"))}
 
 
+@pytest.mark.slow
 def test_a_run_saves_when_it_is_asked_to_and_stops_when_it_is_told_to(tmp_path: Path, sft: list[str]):
     with LiveRun("sft", "sft_tiny", tmp_path / "run", *sft, FOREVER) as run:
         run.wait_for("step 2/")
@@ -296,6 +297,7 @@ def test_a_run_ends_quietly_and_soon_with_relative_paths_and_a_reward_that_raise
 # -- what a run is denied --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_ends_the_run_with_its_own_error(tmp_path: Path, train: list[str]):
     """Although the actor is ready and would wait for it."""
     options = [FOREVER, "actor.layout.tp=1", "rollout.tp=1", "rollout.kv_cache_gib=0.000001"]
