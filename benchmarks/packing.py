@@ -135,7 +135,10 @@ def split_copies() -> float:
 def main() -> None:
     ranks, caps = over_ranks(), under_a_cap()
     missed = sum(not case["ok"] for case in ranks + caps)
-    result = {"benchmark": "packing", "value": missed, "target": 0, "balance": ranks, "pack": caps}
+    result = {
+        "name": "packing", "value": missed, "unit": "cases missed", "target": 0, "holds": missed == 0,
+        "balance": ranks, "pack": caps,
+    }  # fmt: skip
     print(json.dumps({**result, "split_copies": split_copies(), "machine": platform.machine()}))
 
 

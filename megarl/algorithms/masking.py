@@ -1,8 +1,8 @@
 """Selection of valid tokens and the numbers taken from them: the one place where a mask meets arithmetic.
 
 What stands off the mask is replaced by 0 before anything is computed; no number is ever multiplied by a mask, since 0 *
-nan is nan. Selection multiplies a value's bit pattern, read as an integer, by 1 or 0: exact for every value, and twice
-as fast on CPU as ``torch.where``.
+nan is nan. Selection multiplies a value's bit pattern, read as an integer, by 1 or 0: exact for every value. On CPU,
+once the mask is in such integers, that takes half the time of ``torch.where``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import yaml
 import megarl
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.errors import ConfigError, SetupError
+from megarl.platform.durable import write_text
 
 FLAG_LEVEL = 1_000_000
 
@@ -193,23 +193,11 @@ def write_resolved(loaded: Loaded[Any], run_dir: str | Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in (("resolved.yaml", resolved_yaml(loaded)), ("resolved.json", resolved_json(loaded))):
-            _write_atomically(directory / name, text)
+            write_text(directory / name, text)
     except OSError as error:
         raise SetupError(
             f"cannot write the resolved configuration: {error}", where=str(directory), fix="choose another run.dir"
         ) from error
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_resolved(path: str | Path) -> Loaded[TrainConfig] | Loaded[SftConfig]:

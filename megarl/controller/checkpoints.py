@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from megarl import __version__
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.controller.state import RunState, write_json
 from megarl.errors import CheckpointError, ConfigError
+from megarl.platform.durable import sync
 from megarl.weights.files.file_checksum import checksum_of
 
 MANIFEST = "manifest.json"
@@ -88,12 +88,12 @@ class CheckpointStore:
             manifest = {"megarl": __version__, "step": step, "contents": self.contents, "files": _listed(directory)}
             write_json(directory / MANIFEST, manifest)
             for place in [directory, *(path for path in directory.rglob("*") if path.is_dir())]:
-                _sync_directory(place)
+                sync(place)
             # The step may have been saved before the run was resumed from an older one.
             shutil.rmtree(final, ignore_errors=True)
             directory.rename(final)
             write_json(self.directory / LATEST, final.name)
-            _sync_directory(self.directory)
+            sync(self.directory)
         self._let_go(newest=final)
         return final
 
@@ -268,11 +268,3 @@ def _listed(directory: Path) -> dict[str, dict[str, int | str]]:
         if path.name == STATE or not (path.parent / STATE).is_file() or path.parent == directory:
             entry["checksum"] = checksum_of(path)
     return files
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

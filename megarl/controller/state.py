@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from megarl.errors import ConfigError
+from megarl.platform.durable import write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,5 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write durably and atomically: the file holds the old or the new value, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as stream:
-        json.dump(value, stream, indent=1)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    """Write durably and atomically (``write_text``)."""
+    write_text(path, json.dumps(value, indent=1) + "\n")

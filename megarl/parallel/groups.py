@@ -64,11 +64,6 @@ class ParallelGroups:
         """Whether results of a forward pass are taken from this rank: last stage, tensor and context rank 0."""
         return self.is_last_stage and self.coordinate.tp == 0 and self.coordinate.cp == 0
 
-    @property
-    def last_stage_rank(self) -> int:
-        """Rank of the last stage of this pipeline."""
-        return self.layout.rank(self.coordinate._replace(pp=self.layout.pp - 1))
-
 
 def plain_groups(layout: ParallelLayout) -> ParallelGroups:
     """Groups of this process from torch.distributed alone, in the same order on every rank.

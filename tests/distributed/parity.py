@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.models.spec import MixtureOfExperts, ModelSpec
+from megarl.models.spec import ModelSpec
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
 from megarl.weights.pieces import assemble, pieces
 from tests.distributed.engines import make_engine, owned_weights, policy_update, recorded_batch, replica
-from tests.distributed.models import QWEN2, QWEN3
+from tests.distributed.models import QWEN2, QWEN2_MOE, QWEN3
 from tests.distributed.ranks import Rank, RankPool
 
 TIED = replace(QWEN2, num_heads=8, num_kv_heads=4)
@@ -27,15 +27,7 @@ EXPERTS = replace(
     family="qwen2_moe",
     qk_norm=False,
     qkv_bias=True,
-    moe=MixtureOfExperts(
-        num_experts=4,
-        top_k=2,
-        ffn_hidden_size=40,
-        dense_layers=(1,),
-        shared_ffn_hidden_size=56,
-        shared_gate=True,
-        normalize_top_k=False,
-    ),
+    moe=replace(QWEN2_MOE.moe, num_experts=4, top_k=2),
 )
 MODELS: dict[str, ModelSpec] = {"tied": TIED, "untied": UNTIED, "experts": EXPERTS}
 MOST_RANKS = 8

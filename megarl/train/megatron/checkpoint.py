@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import CheckpointError
 from megarl.parallel.grid import ParallelLayout
+from megarl.platform.durable import write_text
 from megarl.train.megatron.checkpoint_reader import mapped_reading
 from megarl.train.megatron.checkpoint_writer import HostCopy, RankFile, Written
 from megarl.train.megatron.optimizer import Optimizer
@@ -364,12 +365,7 @@ def _write_state_file(directory: Path, described: dict[str, Any], written: Seque
         files[name] = {"bytes": path.stat().st_size, "checksum": checksum}
     if missing := sorted(set(checksums) - set(files)):
         raise CheckpointError(f"files are not there that were written: {', '.join(missing)}", where=str(directory))
-    temporary = directory / (STATE_FILE + ".tmp")
-    with temporary.open("w") as file:
-        json.dump(described | {"files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / STATE_FILE)
+    write_text(directory / STATE_FILE, json.dumps(described | {"files": files}, indent=1))
 
 
 def _on_first_rank(action: Any, directory: Path) -> None:

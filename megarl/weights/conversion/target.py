@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import CheckpointError
+from megarl.platform.durable import sync
 from megarl.weights.conversion.store import Store
 
 
@@ -94,15 +95,15 @@ class Target:
         try:
             if durable:
                 for name in self.sizes:
-                    _to_disk(self.directory / name)
+                    sync(self.directory / name)
             for name, data in (*companions.items(), *self.closing()):
                 path = self.directory / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
                 if durable:
-                    _to_disk(path)
+                    sync(path)
             if durable:
-                _to_disk(self.directory)
+                sync(self.directory)
         except OSError as error:
             raise CheckpointError(f"cannot write: {error.strerror}", where=str(self.directory)) from error
 
@@ -114,15 +115,7 @@ class Target:
                 shutil.rmtree(previous, ignore_errors=True)
                 os.rename(final, previous)
             os.rename(self.directory, final)
-            _to_disk(final.parent)
+            sync(final.parent)
         except OSError as error:
             raise CheckpointError(f"cannot rename: {error.strerror}", where=str(final)) from error
         shutil.rmtree(previous, ignore_errors=True)
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import CheckpointError
+from megarl.platform.durable import sync
 from megarl.weights.files.safetensors_format import (
     DTYPE_NAMES,
     INDEX_NAME,
@@ -128,8 +129,8 @@ class SafetensorsWriter:
             self._write_companions(config, copy_from)
             self._write_index()
             for entry in self.temporary.iterdir():
-                _sync_to_disk(entry)
-            _sync_to_disk(self.temporary)
+                sync(entry)
+            sync(self.temporary)
             self._put_in_place()
         except OSError as error:
             raise CheckpointError(f"cannot complete the export: {error.strerror}", where=str(self.directory)) from error
@@ -220,7 +221,7 @@ class SafetensorsWriter:
             shutil.rmtree(previous, ignore_errors=True)
             os.rename(self.directory, previous)
         os.rename(self.temporary, self.directory)
-        _sync_to_disk(self.directory.parent)
+        sync(self.directory.parent)
         shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -253,11 +254,3 @@ def write_hf(
 def table_of(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, tuple[torch.dtype, Shape]]:
     """A writer's table for tensors of one dtype."""
     return {name: (dtype, tuple(shape)) for name, shape in shapes.items()}
-
-
-def _sync_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

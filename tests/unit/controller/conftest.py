@@ -5,7 +5,24 @@ from collections.abc import Iterator
 
 import pytest
 
+from megarl.observability import trace
 from megarl.observability.logs import LogContext, set_context
+
+
+class Clock:
+    """Seconds that pass when a test says so, for phases too."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(trace.time, "monotonic", clock)
+    return clock
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from megarl.config.schema.run import HangConfig
 from megarl.controller.dispatch import Member
 from megarl.controller.hang import HangWatch
 from megarl.errors import HangError
-from megarl.observability import trace
 from megarl.observability.stacks import Frame, Stack
 from megarl.observability.trace import listening, span
+from tests.unit.controller.conftest import Clock
 
 ALL_REDUCE = Stack(
     "main",
@@ -23,20 +23,6 @@ ALL_REDUCE = Stack(
 FORWARD = Stack("main", (Frame("/x/megarl/train/step.py", 5, "forward"),))
 RANKS = [Member("actor", rank, None, None, f"n{rank}") for rank in range(3)]
 PENDING = {f"call {member.rank}": member for member in RANKS}
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(trace.time, "monotonic", clock)
-    return clock
 
 
 def watch_of(

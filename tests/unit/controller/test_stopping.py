@@ -10,22 +10,8 @@ import pytest
 from megarl.controller import stopping as module
 from megarl.controller.stopping import AbandonedError, Stopping
 from megarl.errors import StoppedError
-from megarl.observability import trace
 from megarl.observability.trace import listening, span
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(trace.time, "monotonic", clock)
-    return clock
+from tests.unit.controller.conftest import Clock
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
