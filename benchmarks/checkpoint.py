@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import platform
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -157,24 +159,16 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="where to write; default a temporary directory")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="megarl-checkpoint-", dir=options.dir))
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    import socket
-
+    results = multiprocessing.get_context("spawn").SimpleQueue()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = (port, options.layers, options.rounds, root, results)
-    ranks = [context.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
     try:
-        for rank in ranks:
-            rank.start()
-        num_bytes, rounds = results.get(timeout=1200)
-        for rank in ranks:
-            rank.join()
+        # Megatron's writer starts a process of its own, which a daemon may not.
+        torch.multiprocessing.start_processes(run_rank, arguments, nprocs=RANKS, daemon=False, start_method="spawn")
+        num_bytes, rounds = results.get()
     finally:
-        for rank in ranks:
-            rank.kill()
         shutil.rmtree(root, ignore_errors=True)
     first, later = rounds[0], rounds[1:]
     seconds = {who: {what: statistics.median(one[who][what] for one in later) for what in first[who]} for who in first}
