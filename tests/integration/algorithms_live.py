@@ -95,7 +95,7 @@ class Live:
     def reset(self) -> None:
         """Weights and optimizers as at the start, in the engines too."""
         for role, group in self.groups.items():
-            group.load(self.start / role)
+            group.load(self.start / role, ())
         self.version = self.roles.weights.publish(self.version + 1)
 
     def accuracy(self, step: int) -> float:
@@ -119,7 +119,7 @@ def live(place: Path, overrides: Sequence[str]) -> Iterator[Live]:
         start = place / "start"
         for role, group in groups.items():
             (start / role).mkdir(parents=True)
-            group.save(start / role)
+            group.save(start / role, False)
         yield Live(common, config, roles, groups, tokenizer, held_out, start, session.watch)
     # Ray leaves its handles of ended processes to the garbage collector, which warns of them: not at some later time.
     gc.collect()
