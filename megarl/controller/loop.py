@@ -17,7 +17,7 @@ from megarl.controller.engines import EnginePlan, start_engines
 from megarl.controller.roles import Roles, build_roles, check_algorithm, takes_turns
 from megarl.controller.saving import Saver
 from megarl.controller.scoring import RewardRole
-from megarl.controller.session import Session, check_weights, measured_memory, open_session
+from megarl.controller.session import Session, check_weights, open_session
 from megarl.controller.state import RunState
 from megarl.controller.step import StepResult, policy_step
 from megarl.controller.stopping import AbandonedError
@@ -192,7 +192,7 @@ class Run:
             self.version = result.version
             self.finished = self._state(step)
             # Every rank is asked, so not in each step; the second has the optimizer's state and all passes behind it.
-            memory = measured_memory(self.groups) if step in (first + 2, config.run.steps) else {}
+            memory = self.session.measured_memory(self.groups) if step in (first + 2, config.run.steps) else {}
             waited: Metrics = {"perf/waited_s": Last(self._waited_s() - waited_s)}
             self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result), **memory, **waited})
             last = step == config.run.steps

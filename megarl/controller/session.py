@@ -27,6 +27,7 @@ from megarl.controller.checkpoints import (
 from megarl.controller.cluster import Cluster, wait_for_nodes
 from megarl.controller.dispatch import Watch, WorkerGroup
 from megarl.controller.hang import HangWatch
+from megarl.controller.memory import measured_memory
 from megarl.controller.placement import plan_placement
 from megarl.controller.processes import Processes
 from megarl.controller.saving import Saver
@@ -40,7 +41,8 @@ from megarl.observability.console import Console
 from megarl.observability.ending import UNFORESEEN, ending_of, write_ending
 from megarl.observability.heartbeat import heartbeat
 from megarl.observability.logs import set_context, set_up_logging
-from megarl.observability.metrics import Max, Metrics, values
+from megarl.observability.memory import memory_lines
+from megarl.observability.metrics import Metrics, values
 from megarl.observability.sinks import Sinks, open_sinks
 from megarl.observability.trace import Timeline, listening, write_chrome_trace
 from megarl.platform import env, signals
@@ -70,6 +72,7 @@ class Session:
         stopping: says when a run that was told to stop gives up its step.
         cluster: Ray; opened by ``start_processes``.
         started: monotonic seconds at which the session was opened.
+        forecast: what was said about the run beforehand.
     """
 
     config: TrainConfig | SftConfig
@@ -86,6 +89,7 @@ class Session:
     stopping: Stopping
     cluster: Cluster
     started: float
+    forecast: Mapping[str, Any] | None
     _stack: ExitStack
 
     def hold(self, resource: AbstractContextManager[T]) -> T:
@@ -135,6 +139,10 @@ class Session:
                 raise
             self.console.note(f"data start afresh: {error}")
 
+    def measured_memory(self, groups: Mapping[str, WorkerGroup]) -> Metrics:
+        """Memory of the roles beside the forecast; asks every rank."""
+        return measured_memory(groups, None if self.forecast is None else self.forecast["ranks"])
+
     def keep_spans(self) -> None:
         """Move the finished phases into the history: those before the first step are not part of it."""
         self.history.spans += self.timeline.take().spans
@@ -154,6 +162,8 @@ class Session:
         self.keep_spans()
         self.sinks.log(step, numbers)
         self.console.step(step, numbers)
+        for line in memory_lines(numbers):
+            self.console.note(line)
 
     def log_validation(self, step: int, metrics: Metrics, samples: Sequence[Mapping[str, Any]]) -> None:
         """Numbers and samples of a held-out evaluation."""
@@ -186,16 +196,6 @@ class Session:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the run's summary: its presence says that the run ended well."""
         write_json(self.directory.summary, {**summary, "seconds": round(time.monotonic() - self.started, 1)})
-
-
-def measured_memory(groups: Mapping[str, WorkerGroup]) -> Metrics:
-    """``memory/ROLE/PART``: bytes of the fullest rank of each role by part, and the peaks of its passes."""
-    metrics: Metrics = {}
-    for role, group in groups.items():
-        ranks: list[dict[str, int]] = group.memory()
-        for part in dict.fromkeys(part for rank in ranks for part in rank):
-            metrics[f"memory/{role}/{part}"] = Max(max(rank.get(part, 0) for rank in ranks))
-    return metrics
 
 
 def _open_store(config: TrainConfig | SftConfig, directory: Path) -> CheckpointStore:
@@ -284,6 +284,7 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
                 stopping,
                 cluster,
                 started,
+                forecast,
                 stack,
             )
         except BaseException as error:  # whatever it is, the directory says so

@@ -12,7 +12,7 @@ from megarl.config.origin import Loaded
 from megarl.config.schema import SftConfig
 from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.saving import Saver
-from megarl.controller.session import Session, check_weights, measured_memory, open_session
+from megarl.controller.session import Session, check_weights, open_session
 from megarl.controller.state import RunState
 from megarl.controller.stopping import AbandonedError
 from megarl.controller.workers import TrainPlan
@@ -90,7 +90,7 @@ def run_steps(
                 metrics: Metrics = model.update_sft(batch, [list(range(len(batch)))])
         metrics |= {**rows.metrics(), "perf/total_num_tokens": Sum(int(batch.sequence_lengths.sum()))}
         if step in (session.state.step + 2, steps):
-            metrics |= measured_memory({"actor": model})
+            metrics |= session.measured_memory({"actor": model})
         session.log_step(step, metrics)
         lines = session.sinks.num_lines
         finished = RunState(step, step, rows.state_dict(), results=dict(results), metrics_lines=lines)

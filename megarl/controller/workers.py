@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from megarl.config.schema.train import EngineConfig, OptimizerConfig
 from megarl.controller.dispatch import Collect, Split, dispatch
+from megarl.controller.memory import MemoryMeter
 from megarl.data.batch import Batch, Ragged
 from megarl.models.registry import load_spec
 from megarl.observability.heartbeat import start_heartbeat
@@ -92,8 +92,6 @@ class TrainWorker:
         self._stopped = threading.Event()
         self._store: dist.Store | None = None
         self._timeout = timedelta(seconds=plan.collective_timeout_s)
-        self._peaks: dict[str, int] = {}
-        self._held: dict[str, int] = {}
         enter_worker(plan.role, rank, plan.logs)
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -138,7 +136,7 @@ class TrainWorker:
         plan = self.plan
         if self._store is None:
             self._store = dist.TCPStore(*address, is_master=False, timeout=self._timeout)
-        device = self._device = get_device(plan.device)
+        device = get_device(plan.device)
         groups = bootstrap.start(
             plan.layout,
             device=device,
@@ -167,6 +165,8 @@ class TrainWorker:
             if plan.with_reference
             else None
         )
+        engines = {plan.role: self.engine} | ({} if self.reference is None else {"reference": self.reference})
+        self._memory = MemoryMeter(device, engines)
         self._sender = WeightSender(
             self.rank,
             self.engine.regions,
@@ -183,7 +183,7 @@ class TrainWorker:
         self, batch: Batch, *, temperature: float, with_entropy: bool, with_sum_pi_squared: bool
     ) -> dict[str, Ragged] | None:
         """``log_probs``, ``entropy`` and ``sum_pi_squared`` of every response token."""
-        with self._peak("log_probs"):
+        with self._memory.watch(self.plan.role, "log_probs"):
             return self.engine.log_probs(
                 batch, temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
             )
@@ -192,13 +192,13 @@ class TrainWorker:
     def ref_log_probs(self, batch: Batch, *, temperature: float) -> dict[str, Ragged] | None:
         """``log_probs`` of the frozen reference policy."""
         assert self.reference is not None
-        with self._peak("ref_log_probs"):
+        with self._memory.watch("reference", "log_probs"):
             return self.reference.log_probs(batch, temperature=temperature)
 
     @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
     def values(self, batch: Batch) -> dict[str, Ragged] | None:
         """``values`` before every response token."""
-        with self._peak("values"):
+        with self._memory.watch(self.plan.role, "values"):
             values = self.engine.values(batch)
         return None if values is None else {"values": values}
 
@@ -207,19 +207,19 @@ class TrainWorker:
     @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
     def update_policy(self, batch: Batch, minibatches: list[list[int]], update: PolicyUpdate) -> Metrics | None:
         """One optimizer update per minibatch."""
-        with self._peak("update"):
+        with self._memory.watch(self.plan.role, "update"):
             return self.engine.update_policy(batch, update, minibatches)
 
     @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
     def update_values(self, batch: Batch, minibatches: list[list[int]], update: ValueUpdate) -> Metrics | None:
         """One critic update per minibatch."""
-        with self._peak("update"):
+        with self._memory.watch(self.plan.role, "update"):
             return self.engine.update_values(batch, update, minibatches)
 
     @dispatch(split=Split.MINIBATCHES, collect=Collect.METRICS)
     def update_sft(self, batch: Batch, minibatches: list[list[int]]) -> Metrics | None:
         """One update per minibatch on the cross-entropy of masked tokens."""
-        with self._peak("update"):
+        with self._memory.watch(self.plan.role, "update"):
             return self.engine.update_sft(batch, minibatches)
 
     @dispatch(split=Split.ROWS, collect=Collect.METRICS)
@@ -229,21 +229,8 @@ class TrainWorker:
 
     @dispatch()
     def memory(self) -> dict[str, int]:
-        """Bytes this rank holds by part, and the peak of each kind of pass so far (``Device.memory`` says of what)."""
-        return self._held | {f"{phase}_peak": peak for phase, peak in self._peaks.items()}
-
-    @contextmanager
-    def _peak(self, phase: str) -> Iterator[None]:
-        self._device.reset_peak_memory()
-        yield
-        self._peaks[phase] = max(self._peaks.get(phase, 0), self._device.memory().peak_bytes)
-        if phase == "update":  # later it may lie in host memory
-            state = self.engine.state_summary()
-            self._held = {
-                "weights": state.weights_bytes,
-                "gradients": state.gradients_bytes,
-                "optimizer": state.optimizer_bytes,
-            }
+        """Bytes of this rank by ``memory/ROLE/PART``: state, and what each kind of pass took so far."""
+        return self._memory.numbers()
 
     # -- the sending end of a weight update (weights/sync.py) ----------------------------------------------------------
 

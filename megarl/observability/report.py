@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
-
-MIB = 2**20
-_STATE = ("weights", "gradients", "optimizer")
-# Which part of the forecast a measured peak holds beside the state.
-_PASSES = {
-    "update_peak": ("actor", "training"),
-    "log_probs_peak": ("actor", "inference"),
-    "ref_log_probs_peak": ("reference", "inference"),
-    "values_peak": ("critic", "inference"),
-}
+from megarl.observability.memory import FORECAST, MIB, PREFIX, expected_bytes
 
 
 def report(directory: Path) -> str:
@@ -58,38 +49,20 @@ def _seconds(steps: list[dict[str, Any]]) -> Iterator[str]:
 def _memory(forecast: Mapping[str, Any], steps: list[dict[str, Any]]) -> Iterator[str]:
     measured: dict[str, float] = {}
     for line in steps:
-        measured |= {name: value for name, value in line["metrics"].items() if name.startswith("memory/")}
+        found = {name: value for name, value in line["metrics"].items() if name.startswith(PREFIX)}
+        measured |= {name.removeprefix(PREFIX): value for name, value in found.items()}
     if not measured:
         yield "memory: not measured yet (at the second step)"
         return
-    on_cpu = forecast["capacity"] is None
     yield "memory of the fullest rank, MiB:"
     yield f"  {'':<28} {'forecast':>10} {'measured':>10} {'error':>7}"
     for name, value in measured.items():
-        _, role, part = name.split("/")
-        expected = _expected(forecast["ranks"], role, part)
-        if part in _STATE and expected is not None:
-            yield _row(f"{role} {part}", expected, value)
-        elif on_cpu or expected is None:
-            yield f"  {f'{role} {part}':<28} {'':>10} {value / MIB:>10.1f}"
-        else:
-            yield _row(f"{role} {part}", expected, value)
-    if on_cpu:
-        yield "  on CPU a peak is that of the whole process, libraries included, and has no forecast"
+        if name.endswith(FORECAST):
+            continue
+        label, expected = name.replace("/", " "), expected_bytes(forecast["ranks"], name)
+        yield f"  {label:<28} {'':>10} {value / MIB:>10.1f}" if expected is None else _row(label, expected, value)
 
 
 def _row(name: str, expected: float, measured: float) -> str:
     error = f"{expected / measured - 1:+7.1%}" if measured else ""
     return f"  {name:<28} {expected / MIB:>10.1f} {measured / MIB:>10.1f} {error}"
-
-
-def _expected(ranks: Mapping[str, Mapping[str, int]], role: str, part: str) -> float | None:
-    if part in _STATE:
-        return ranks[role][part] if role in ranks else None
-    passed, kind = _PASSES[part]
-    holder = role if part == "update_peak" else passed
-    if holder not in ranks:
-        return None
-    # The reference policy lives in the actor's processes; both hold their state whichever of them runs.
-    members = [role, "reference"] if role == "actor" and "reference" in ranks else [role]
-    return sum(ranks[member][part] for member in members for part in _STATE) + ranks[holder][kind]

@@ -19,8 +19,8 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import ModuleType
@@ -30,7 +30,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megarl.platform import env, gloo
-from megarl.platform.device import LayerImplementation, MemoryUse
+from megarl.platform.device import LayerImplementation, MemoryUse, PassMemory
+from megarl.platform.live_memory import LiveMemory
 from megarl.platform.packages import import_megatron
 
 _CPU = torch.device("cpu")
@@ -374,6 +375,7 @@ class CpuDevice:
     name = "cpu"
     collective_backend = "gloo"
     layer_implementation: LayerImplementation = "local"
+    counts_for_nothing = False
 
     @property
     def torch_device(self) -> torch.device:
@@ -401,8 +403,13 @@ class CpuDevice:
         resident, peak = status.get("VmRSS", 0), status.get("VmHWM", 0)
         return MemoryUse(resident, peak, resident, _proc_bytes("/proc/meminfo").get("MemTotal", 0))
 
-    def reset_peak_memory(self) -> None:
-        """The kernel's peak (VmHWM) is not reset: that needs a write to /proc that containers refuse."""
+    @contextmanager
+    def watch_pass(self, held_bytes: int) -> Iterator[PassMemory]:
+        """Counts every tensor that an operation makes, in Python: a pass takes longer meanwhile."""
+        measured = PassMemory(held_bytes)
+        with LiveMemory() as counted:
+            yield measured
+        measured.working_bytes = counted.peak_bytes
 
     def empty_cache(self) -> None:
         """The allocator returns memory by itself."""

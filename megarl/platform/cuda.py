@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.errors import SetupError
 from megarl.platform import env
-from megarl.platform.device import LayerImplementation, MemoryUse
+from megarl.platform.device import LayerImplementation, MemoryUse, PassMemory
 from megarl.platform.packages import has_transformer_engine, import_megatron
 
 # Place of the device's index among the arguments of ``rebuild_cuda_tensor``.
@@ -31,6 +33,7 @@ class CudaDevice:
     name = "cuda"
     collective_backend = "nccl"
     layer_implementation: LayerImplementation = "transformer_engine"
+    counts_for_nothing = True
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -92,8 +95,13 @@ class CudaDevice:
             total_bytes=total,
         )
 
-    def reset_peak_memory(self) -> None:
+    @contextmanager
+    def watch_pass(self, held_bytes: int) -> Iterator[PassMemory]:
+        """What torch's allocator counts; it knows what was alive before."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+        measured = PassMemory(torch.cuda.memory_allocated(self.torch_device))
+        yield measured
+        measured.working_bytes = torch.cuda.max_memory_allocated(self.torch_device) - measured.held_bytes
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

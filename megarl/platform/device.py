@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -27,6 +28,19 @@ class MemoryUse:
     peak_bytes: int
     reserved_bytes: int
     total_bytes: int
+
+
+@dataclass(slots=True)
+class PassMemory:
+    """What a pass took beside the tensors that were there before it.
+
+    Args:
+        held_bytes: tensors alive before it.
+        working_bytes: most that was alive above them; 0 until the pass has ended.
+    """
+
+    held_bytes: int = 0
+    working_bytes: int = 0
 
 
 class Device(Protocol):
@@ -68,8 +82,15 @@ class Device(Protocol):
         """Memory in use."""
         ...
 
-    def reset_peak_memory(self) -> None:
-        """Start measuring the peak anew."""
+    counts_for_nothing: bool
+    """Whether ``watch_pass`` costs nothing, so that every pass can be watched."""
+
+    def watch_pass(self, held_bytes: int) -> AbstractContextManager[PassMemory]:
+        """Measure the tensors of what runs inside.
+
+        Args:
+            held_bytes: state that the caller knows of, taken for what was alive before where the device cannot tell.
+        """
         ...
 
     def empty_cache(self) -> None:

@@ -14,9 +14,9 @@ from megarl.models.spec import MixtureOfExperts, ModelSpec
 from megarl.parallel.grid import ParallelLayout
 from megarl.planning.memory import StateBytes, rank_memory
 from megarl.platform.device import get_device
+from megarl.platform.live_memory import LiveMemory
 from megarl.train.megatron.engine import MegatronEngine
 from tests.distributed.engines import policy_update
-from tests.distributed.live_memory import LiveMemory
 from tests.distributed.models import QWEN2
 from tests.distributed.ranks import Rank, RankPool
 

@@ -37,13 +37,13 @@ def test_nothing_is_allocated_before_a_device_is_bound() -> None:
 
 def test_memory_and_its_peak_are_counted() -> None:
     device = bound()
-    device.reset_peak_memory()
     before = device.memory()
-    block = torch.ones(1 << 20, device=device.torch_device)
-    del block
+    with device.watch_pass(0) as measured:
+        block = torch.ones(1 << 20, device=device.torch_device)
+        del block
     after = device.memory()
-    assert after.allocated_bytes == before.allocated_bytes
-    assert after.peak_bytes >= before.allocated_bytes + (4 << 20)
+    assert after.allocated_bytes == before.allocated_bytes == measured.held_bytes
+    assert (4 << 20) <= measured.working_bytes < (5 << 20)
     assert after.total_bytes >= after.reserved_bytes
 
 

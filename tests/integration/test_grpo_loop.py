@@ -124,7 +124,10 @@ def test_the_state_in_memory_is_what_was_forecast(grpo: Run, ppo: Run):
         for role in {"actor", "critic"} & ranks.keys():
             for part in ("weights", "gradients", "optimizer"):
                 assert last[f"memory/{role}/{part}"] == pytest.approx(ranks[role][part], rel=0.002), (role, part)
-            assert last[f"memory/{role}/update_peak"] > ranks[role]["weights"]
+                assert last[f"memory/{role}/{part}_forecast"] == ranks[role][part]
+            state = sum(last[f"memory/{role}/{part}"] for part in ("weights", "gradients", "optimizer"))
+            assert last[f"memory/{role}/update_activations"] > 0
+            assert last[f"memory/{role}/update_peak"] >= state + last[f"memory/{role}/update_activations"]
     assert "actor optimizer" in report(grpo.directory)
 
 

@@ -48,11 +48,14 @@ def test_forecast_stands_beside_what_was_measured(tmp_path: Path):
     assert "step                  3.000" in text, "the first step warms up"
 
 
-def test_on_cpu_a_peak_is_shown_without_a_forecast(tmp_path: Path):
-    measured = {"memory/actor/weights": 10 * MIB, "memory/actor/update_peak": 900 * MIB}
-    text = report(write(tmp_path, line(2, **measured), forecast={**FORECAST, "capacity": None}))
-    assert "whole process" in text
-    assert "130.0" not in text and "900.0" in text
+def test_a_number_without_a_forecast_is_shown_alone(tmp_path: Path):
+    measured = {"memory/critic/weights": 10 * MIB, "memory/actor/update_activations": 24 * MIB}
+    logged = {**measured, "memory/actor/update_activations_forecast": 30 * MIB}
+    text = report(write(tmp_path, line(2, **logged)))
+    rows = {" ".join(row.split()[:2]): row.split()[2:] for row in text.splitlines()}
+    assert rows["critic weights"] == ["10.0"]
+    assert rows["actor update_activations"] == ["30.0", "24.0", "+25.0%"]
+    assert "_forecast" not in text
 
 
 def test_a_run_without_forecast_or_measurement_says_so(tmp_path: Path):

@@ -1,4 +1,7 @@
-"""Bytes of tensors alive and their peak, on any device: what CUDA's allocator counts, for a CPU that counts nothing."""
+"""Bytes of tensors alive and their peak: what CUDA's allocator counts, for a CPU that counts nothing.
+
+Every operation passes through Python meanwhile, so the CPU device counts one pass of a kind, not all of them.
+"""
 
 from __future__ import annotations
 
