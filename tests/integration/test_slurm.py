@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def test_a_driver_runs_on_two_nodes_and_nothing_stays(slurm, script, tmp_path):
     assert "2 nodes joined" in output
     assert state["JobState"] == "COMPLETED"
     slurm.wait_for(lambda: not leftovers(tmp_path), 10)
-    assert not list(Path("/tmp").glob("mr????????????"))
+    (temporary,) = set(re.findall(r"--temporary=(\S+)", output))
+    assert not Path(temporary).exists()
 
 
 def test_the_drivers_exit_code_is_the_jobs(slurm, script, tmp_path):
