@@ -86,7 +86,7 @@ def test_a_driver_runs_on_two_nodes_and_nothing_stays(slurm, script, tmp_path):
     assert "2 nodes joined" in output
     assert state["JobState"] == "COMPLETED"
     slurm.wait_for(lambda: not leftovers(tmp_path), 10)
-    (temporary,) = set(re.findall(r"--temporary=(\S+)", output))
+    (temporary,) = set(re.findall(r"--temporary=(\S+/mr\S+)", output))
     assert not Path(temporary).exists()
 
 
