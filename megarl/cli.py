@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("attach", help="the console of a run, from anywhere that sees its directory, to its end")
     sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
     sub.set_defaults(command=_attach)
-    sub = commands.add_parser("report", help="a run's seconds by phase, and its memory beside the forecast")
+    sub = commands.add_parser("report", help="a run's seconds by phase and its memory, beside what was forecast")
     sub.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
     sub.set_defaults(command=_report)
     sub = commands.add_parser("explain", help="what a configuration key means, takes and who reads it")
@@ -311,16 +311,25 @@ def _attach(options: argparse.Namespace, run_dir: list[str]) -> int:
 
 
 def _forecast(config: TrainConfig | SftConfig) -> dict[str, object]:
-    """What was to be expected of the run, for its directory; the GPU is the presets' kind."""
+    """What was to be expected of the run, for its directory: memory, and on GPUs of the presets' kind seconds."""
+    from megarl.config.schema import TrainConfig
     from megarl.models import load_spec
     from megarl.planning.forecast import forecast
     from megarl.planning.gpus import gpu_named
+    from megarl.planning.search import placement_of, workload
+    from megarl.planning.step_time import step_time
 
     spec = load_spec(config.model.path)
     critic = getattr(config, "critic", None)
     critic_spec = spec if critic is None or critic.path is None else load_spec(critic.path)
-    gpu = gpu_named("h100") if config.cluster.device == "cuda" else None
-    return forecast(config, spec, critic_spec, gpu).as_dict()
+    if config.cluster.device == "cpu":
+        return forecast(config, spec, critic_spec, None).as_dict()
+    gpu = gpu_named("h100")
+    expected = forecast(config, spec, critic_spec, gpu).as_dict()
+    if isinstance(config, TrainConfig):
+        seconds = step_time(spec, gpu, workload(config), placement_of(config))
+        expected["seconds"] = {**seconds.phases, "step": seconds.step_s}
+    return expected
 
 
 def _check_model(config: object) -> None:

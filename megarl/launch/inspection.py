@@ -7,7 +7,6 @@ and Slurm keeps it away from the node. Where every node is bad, the setup is, an
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import shutil
 import signal
@@ -17,13 +16,17 @@ from collections.abc import Mapping, Sequence
 from megarl.errors import NodeError, SetupError, StoppedError
 from megarl.launch.plan import Plan
 from megarl.launch.preflight import TOKEN_FILE, Expected, judge, read_reports
-from megarl.launch.supervise import Children
+from megarl.launch.slurm import unreachable
+from megarl.launch.supervise import POLL_S, Children
 from megarl.launch.verdict import Cause, Outcome
 
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 240.0
 """For all nodes to report: starting Python from a slow file system, and an all-reduce over the GPUs."""
+
+CANCEL_S = 2.0
+"""How long after failed steps the signal may come that ended them."""
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -47,9 +50,15 @@ def inspect_nodes(plan: Plan, wanted: int, environment: Mapping[str, str]) -> tu
     try:
         asking = children.start("preflight", plan.preflight, environment=environment, log=plan.logs / "srun.log")
         end = time.monotonic() + DEADLINE_S
-        while children.first_exit([asking], deadline_s=0.2) is None and time.monotonic() < end:
-            if children.received is not None:
-                return _ended_by(children.received)
+        while children.received is None and time.monotonic() < end:
+            if children.first_exit([asking], deadline_s=0.2) is not None:
+                break
+        if asking.process.poll():  # Slurm ends a job on all its nodes; whether this process is told first is chance
+            until = time.monotonic() + CANCEL_S
+            while children.received is None and time.monotonic() < until:
+                time.sleep(POLL_S)
+        if children.received is not None:
+            return _ended_by(children.received)
         reports = read_reports(folder, plan.allocation.nodes)
     finally:
         children.end_all(grace_s=2.0)
@@ -60,12 +69,6 @@ def inspect_nodes(plan: Plan, wanted: int, environment: Mapping[str, str]) -> tu
         return choose(nodes, len(nodes), dead)
     expected = Expected(nodes, head, plan.allocation.gpus, token, asked_at, time.time())
     return choose(nodes, wanted, judge(reports, expected) | dead)
-
-
-def unreachable(log: str) -> dict[str, list[str]]:
-    """Nodes on which srun could not start a task, by what it says, with the reason."""
-    found = re.findall(r"^srun: error: Task launch for \S+ failed on node (\S+?): (.*)$", log, flags=re.MULTILINE)
-    return {node: [f"Slurm cannot start a task there: {reason}"] for node, reason in found}
 
 
 def choose(nodes: Sequence[str], wanted: int, wrong: Mapping[str, Sequence[str]]) -> tuple[str, ...] | Outcome:

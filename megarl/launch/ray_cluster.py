@@ -21,9 +21,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.errors import NodeError, SetupError, StoppedError
+from megarl.errors import NodeError, SetupError, StoppedError, WorkerError
+from megarl.launch import slurm
 from megarl.launch.plan import CLUSTER_SETTINGS, Plan
-from megarl.launch.supervise import Child, Children
+from megarl.launch.supervise import POLL_S, Child, Children
 from megarl.launch.verdict import Cause, Outcome, of_driver
 from megarl.observability.ending import ENDING_VARIABLE, Ending, read_ending
 
@@ -84,27 +85,82 @@ def run(plan: Plan, environment: Mapping[str, str], *, grace_s: float = 15.0) ->
             return _no_cluster(None, plan, children)
         driver = children.start("driver", plan.driver, environment=variables)
         children.forward(SIGNALS, driver)
-        first = _wait(children, [driver, *nodes], plan, grace_s=grace_s)
-        if first is not None and first is not driver:
-            lost = _lost(first, plan)
-            logger.error("%s", lost)
-            # The driver notices by itself, and knows which of its processes was there.
-            children.first_exit([driver], deadline_s=grace_s)
-            return _after_loss(lost, driver.process.poll(), read_ending(ending))
-        code = driver.process.poll()
-        if code is None:
-            return _overdue(children)
-        outcome = of_driver(code, read_ending(ending))
-        if outcome.cause is Cause.RUN and (gone := children.first_exit(nodes, deadline_s=LOSS_S)) is not None:
-            return _after_loss(_lost(gone, plan), code, read_ending(ending))
-        asked = children.first_s.get(signal.SIGUSR1)
-        if outcome.cause is Cause.RUN and asked is not None and _is_over(asked, plan):
-            # What a run that is out of time was doing may fail in any way.
-            return Outcome(StoppedError.exit_code, Cause.STOP, f"told to stop and out of time | {outcome.text}")
-        return outcome
+        return _attend(children, driver, nodes, plan, ending, variables, grace_s)
     finally:
         # Together with the grace less than the 30 s after which Slurm kills a cancelled job.
         children.end_all(grace_s=min(grace_s, END_S))
+
+
+def _attend(
+    children: Children,
+    driver: Child,
+    nodes: Sequence[Child],
+    plan: Plan,
+    ending: Path,
+    variables: Mapping[str, str],
+    grace_s: float,
+) -> Outcome:
+    """Wait for the first of the driver and the nodes to end; the outcome of the run."""
+    first = _wait(children, [driver, *nodes], plan, grace_s=grace_s)
+    if first is not None and first is not driver:
+        began = time.monotonic()
+        lost = _lost(first, plan)
+        # The driver notices by itself, and knows which of its processes was there.
+        children.first_exit([driver], deadline_s=grace_s)
+        code = driver.process.poll()
+        # Slurm ends a job on all its nodes; whether this process or another node's is told first is chance.
+        if code != 0 and (cancelled := _cancelled(children, code, ending, until=began + LOSS_S)):
+            return cancelled
+        logger.error("%s", lost)
+        return _after_loss(lost, code, read_ending(ending))
+    code = driver.process.poll()
+    if code is None:
+        return _overdue(children)
+    outcome = of_driver(code, read_ending(ending))
+    if outcome.cause is not Cause.RUN:
+        return outcome
+    gone = children.first_exit(nodes, deadline_s=LOSS_S)
+    # What a run that is being ended, or is out of time, was doing may fail in any way.
+    if cancelled := _cancelled(children, code, ending, until=time.monotonic()):
+        return cancelled
+    if gone is not None:
+        return _after_loss(_lost(gone, plan), code, read_ending(ending))
+    if (node := _node_of(read_ending(ending), plan)) is not None and slurm.is_lost(node, variables):
+        return _after_loss(f"lost node {node}: Slurm cannot start a task there", code, read_ending(ending))
+    asked = children.first_s.get(signal.SIGUSR1)
+    if asked is not None and _is_over(asked, plan):
+        return Outcome(StoppedError.exit_code, Cause.STOP, f"told to stop and out of time | {outcome.text}")
+    return outcome
+
+
+def _node_of(ending: Ending | None, plan: Plan) -> str | None:
+    """The node on which a process of the run died, if it is not the one that this process is on."""
+    died = ending is not None and ending.exit_code == WorkerError.exit_code
+    return ending.node if died and ending is not None and ending.node in plan.allocation.workers else None
+
+
+def _cancelled(children: Children, code: int | None, ending: Path, *, until: float) -> Outcome | None:
+    """The outcome of a run that was told to end, by a signal that comes until then (monotonic seconds) at the latest.
+
+    Args:
+        children: know the signals.
+        code: exit code of the driver; None if it has not ended.
+        ending: what the driver wrote about its end.
+        until: when to stop waiting for the signal.
+    """
+    while (number := _ended_by(children)) is None:
+        if time.monotonic() >= until:
+            return None
+        time.sleep(POLL_S)
+    if code is None:
+        return _overdue(children)
+    own = of_driver(code, read_ending(ending))
+    return own if own.cause is Cause.CANCEL else Outcome(128 + number, Cause.CANCEL, f"{number.name} | {own.text}")
+
+
+def _ended_by(children: Children) -> signal.Signals | None:
+    """The signal that ends the job, if one has come."""
+    return next((number for number in ENDING if number in children.first_s), None)
 
 
 def _wait(
@@ -128,7 +184,7 @@ def _wait(
         ended = children.first_exit(group, deadline_s=0.2)
         if ended is not None or any(number in children.first_s for number in ends_at_once):
             return ended
-        if any(number in children.first_s for number in ENDING):
+        if _ended_by(children) is not None:
             return children.first_exit(group[:1], deadline_s=grace_s)
         asked = children.first_s.get(signal.SIGUSR1)
         # A driver that does not answer at all is ended in time for the job to be requeued.
@@ -164,7 +220,7 @@ def _after_loss(lost: str, code: int | None, ending: Ending | None) -> Outcome:
 
 def _overdue(children: Children) -> Outcome:
     """A driver that had to be killed."""
-    number = next((number for number in ENDING if number in children.first_s), None)
+    number = _ended_by(children)
     if number is not None:
         return Outcome(128 + number, Cause.CANCEL, f"{number.name}: the driver did not end in time and was killed")
     text = "told to stop; the driver did not end in time and was killed: the next attempt goes on from its checkpoint"
@@ -172,7 +228,7 @@ def _overdue(children: Children) -> Outcome:
 
 
 def _no_cluster(first: Child | None, plan: Plan, children: Children) -> Outcome:
-    number = next((number for number in ENDING if number in children.first_s), None)
+    number = _ended_by(children)
     if number is not None:
         return Outcome(128 + number, Cause.CANCEL, f"{number.name} before the driver started")
     if first is None:

@@ -2,19 +2,29 @@
 
 Invariants:
 1. ``from_script`` reads the same ``#SBATCH`` lines that sbatch reads, so a dry run shows what a submission would get.
-2. No function here waits: commands are built as lists and run by ``supervise``.
+2. Commands of a job are built here as lists and run by ``supervise``; what runs here asks or tells Slurm, in minutes.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.errors import SetupError
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS, AGAIN_S = 4, 5.0
+"""How often scontrol is asked, and after how long again."""
+
+ANSWER_S = 20.0
+"""How long a node has to start a task that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +95,23 @@ def address(node: str) -> str:
 
 
 def _scontrol(*words: str) -> str:
-    try:
-        return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise SetupError(f"scontrol {' '.join(words)} does not answer: {error}", fix="is Slurm in PATH?") from error
+    """Asked again where it fails: a controller that is restarting, or busy, is no reason to lose a job."""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(AGAIN_S)
+        try:
+            result = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60)
+        except OSError as error:
+            raise SetupError(f"scontrol cannot be run: {error}", fix="is Slurm in PATH?") from error
+        except subprocess.TimeoutExpired:
+            said = "nothing within 60 s"
+            continue
+        if result.returncode == 0:
+            return result.stdout
+        said = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
+        logger.warning("scontrol %s: %s", " ".join(words), said)
+    fix = "see whether Slurm's controller answers, and submit the job again"
+    raise SetupError(f"scontrol {' '.join(words)} fails: {said}", fix=fix)
 
 
 def _gpus(variables: Mapping[str, str]) -> int:
@@ -162,6 +185,27 @@ def _read(script: Path) -> str:
         return script.read_text(encoding="utf-8")
     except OSError as error:
         raise SetupError(f"cannot read the batch script {script}: {error}") from error
+
+
+def is_lost(node: str, environment: Mapping[str, str]) -> bool:
+    """Whether Slurm cannot start a task of this job on a node; takes ``ANSWER_S`` at most. False if it cannot be asked.
+
+    Slurm calls a silent node lost after minutes, a step on it may say nothing at all.
+    """
+    try:
+        result = subprocess.run(
+            srun([node], ["true"], cpus=1, log="/dev/null"),
+            capture_output=True, text=True, timeout=ANSWER_S, env=dict(environment), stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return node in unreachable(result.stderr)
+
+
+def unreachable(log: str) -> dict[str, list[str]]:
+    """Nodes on which srun could not start a task, by what it says, with the reason."""
+    found = re.findall(r"^srun: error: Task launch for \S+ failed on node (\S+?): (.*)$", log, flags=re.MULTILINE)
+    return {node: [f"Slurm cannot start a task there: {reason}"] for node, reason in found}
 
 
 def srun(

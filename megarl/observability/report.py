@@ -25,15 +25,14 @@ def report(directory: Path) -> str:
         raise ConfigError("no run: metrics.jsonl is missing", where=str(directory), fix="give a run's directory")
     steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line.strip()]
     lines = [f"run {directory}: {max((line['step'] for line in steps), default=0)} steps"]
-    lines += _seconds(steps)
-    forecast = directory / "forecast.json"
-    if not forecast.is_file():
-        return "\n".join([*lines, "memory: the run has no forecast.json"])
-    lines += _memory(json.loads(forecast.read_text(encoding="utf-8")), steps)
+    path = directory / "forecast.json"
+    forecast = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    lines += _seconds({} if forecast is None else forecast.get("seconds", {}), steps)
+    lines += ["memory: the run has no forecast.json"] if forecast is None else _memory(forecast, steps)
     return "\n".join(lines)
 
 
-def _seconds(steps: list[dict[str, Any]]) -> Iterator[str]:
+def _seconds(forecast: Mapping[str, float], steps: list[dict[str, Any]]) -> Iterator[str]:
     """Mean seconds of each phase, the first step left out where there are others: it warms up."""
     timed = [line["metrics"] for line in steps if "timing_s/step" in line["metrics"]]
     timed = timed[1:] if len(timed) > 1 else timed
@@ -41,9 +40,16 @@ def _seconds(steps: list[dict[str, Any]]) -> Iterator[str]:
     if not names:
         return
     yield "seconds a step:"
+    if forecast:
+        yield f"  {'':<16} {'measured':>10} {'forecast':>10} {'error':>7}"
     for name in names:
         found = [metrics[name] for metrics in timed if metrics.get(name) is not None]
-        yield f"  {name.removeprefix('timing_s/'):<16} {sum(found) / len(found):10.3f}"
+        phase, mean = name.removeprefix("timing_s/"), sum(found) / len(found)
+        expected = forecast.get(phase)
+        beside = "" if expected is None or not mean else f" {expected:>10.3f} {expected / mean - 1:+7.1%}"
+        yield f"  {phase:<16} {mean:10.3f}{beside}"
+    if forecast:
+        yield "  the forecast is for responses and prompts of half their limits on average, on H100"
 
 
 def _memory(forecast: Mapping[str, Any], steps: list[dict[str, Any]]) -> Iterator[str]:

@@ -154,13 +154,15 @@ class SlurmCluster:
         for pid in pids:
             _kill(pid, 9)
 
-    def _command(self, command: list[str]) -> str:
-        result = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
-        )
-        if result.returncode:
-            raise RuntimeError(f"{command[0]} failed: {result.stderr or result.stdout}")
-        return result.stdout
+    def _command(self, command: list[str], attempts: int = 1) -> str:
+        for attempt in range(1, attempts + 1):
+            result = subprocess.run(
+                command, env=self.environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+            )
+            if result.returncode == 0:
+                return result.stdout
+            time.sleep(2 * (attempt < attempts))
+        raise RuntimeError(f"{command[0]} failed: {result.stderr or result.stdout}")
 
     @staticmethod
     def wait_for(condition: object, timeout_s: float) -> None:
@@ -180,7 +182,8 @@ class SlurmCluster:
 
     def state(self, job: int) -> dict[str, str]:
         """Fields of ``scontrol show job``, such as JobState and ExitCode."""
-        text = self._command(["scontrol", "show", "job", "-o", str(job)])
+        # Munge gives a request two seconds, which is little where the tests themselves keep the machine busy.
+        text = self._command(["scontrol", "show", "job", "-o", str(job)], attempts=5)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def finished(self, job: int, timeout_s: float) -> dict[str, str]:
@@ -195,6 +198,12 @@ class SlurmCluster:
     def signal(self, job: int, name: str) -> None:
         """Send a signal to the batch script, as Slurm does before a time limit (``--signal=B:``)."""
         self._command(["scancel", "--batch", f"--signal={name}", str(job)])
+
+    def announce_limit(self, job: int, lead_minutes: int) -> None:
+        """Shorten a running job's time limit until Slurm, within half a minute, sends the signal of ``--signal``."""
+        hours, minutes, _ = self.state(job)["RunTime"].split(":")
+        limit = 60 * int(hours) + int(minutes) + lead_minutes
+        self._command(["scontrol", "update", f"JobId={job}", f"TimeLimit={limit}"])
 
     def start_now(self, job: int) -> None:
         """Let a requeued job start at once: Slurm makes it wait two minutes."""

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # A busy machine needs minutes for what an idle one does in ten seconds.
 START_S = 600
+LEAD_MINUTES = 10
+"""Of the script's ``--signal``."""
 
 SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name=try
@@ -82,7 +84,8 @@ class Job:
     def wait_for(self, text: str, timeout_s: float = START_S) -> None:
         def is_there() -> bool:
             state = self.slurm.state(self.id)["JobState"]
-            assert state not in ("FAILED", "CANCELLED", "TIMEOUT") or text in self.output, self.output[-4000:]
+            is_over = state in ("FAILED", "CANCELLED", "TIMEOUT") or "not requeued" in self.output
+            assert not is_over or text in self.output, self.output[-4000:]
             return text in self.output
 
         self.slurm.wait_for(is_there, timeout_s)
@@ -131,6 +134,23 @@ def test_a_job_saves_on_usr2_stops_on_usr1_is_requeued_and_ends_with_the_weights
     assert (tmp_path / "run" / "logs" / "attempt-1" / "actor-1.log").is_file()
     whole = finished("sft", "sft_tiny", tmp_path / "whole", *options, timeout_s=START_S)
     assert weights(whole.directory) and weights(tmp_path / "run") == weights(whole.directory)
+
+
+def test_slurm_announces_the_time_limit_and_the_run_saves_and_is_requeued_before_it(
+    slurm: SlurmCluster, keys: list[str], tmp_path: Path
+):
+    """The signal is Slurm's own, by the script's ``--signal``, and the limit stands until the next attempt as well."""
+    job = Job(slurm, tmp_path, f"run.dir={tmp_path / 'run'}", *keys, "run.steps=100000")
+    job.wait_for("step 2/100000")
+    slurm.announce_limit(job.id, LEAD_MINUTES)
+    job.wait_for("requeued: restart 1 of 10")
+    assert "StoppedError: told to stop; it goes on after step " in job.last_line
+    assert "| exit code 75 | requeued" in job.last_line
+    saved = json.loads((tmp_path / "run" / "checkpoints" / "latest").read_text())
+    assert f"after step {int(saved.removeprefix('step_'))}" in job.last_line
+    slurm.wait_for(lambda: slurm.state(job.id)["JobState"] == "PENDING", 60)
+    slurm.cancel(job.id)
+    assert job.end()["JobState"] == "CANCELLED"
 
 
 # A driver that does with signals what a run does, without one: what is tested is who gets them, and what follows.

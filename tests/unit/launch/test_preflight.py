@@ -12,7 +12,7 @@ import pytest
 
 from megarl.errors import NodeError, SetupError
 from megarl.launch import preflight, slurm
-from megarl.launch.inspection import choose, unreachable
+from megarl.launch.inspection import choose
 from megarl.launch.preflight import GIB, TOKEN_FILE, Expected, Report, examine, judge, read_reports, xid_faults
 from megarl.launch.verdict import Cause, Outcome
 
@@ -139,7 +139,7 @@ def test_a_node_that_slurm_cannot_reach_is_named_by_srun():
         "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n"
         "srun: error: Application launch failed: Communication connection failure\nsrun: Job step aborted\n"
     )
-    assert unreachable(log) == {"n2": ["Slurm cannot start a task there: Communication connection failure"]}
+    assert slurm.unreachable(log) == {"n2": ["Slurm cannot start a task there: Communication connection failure"]}
 
 
 def test_where_every_node_is_bad_the_setup_is():
@@ -208,3 +208,12 @@ def test_the_launcher_asks_all_nodes_and_goes_by_their_answers(tmp_path: Path, a
         [sys.executable, "-c", ASK, str(tmp_path), script], capture_output=True, text=True, timeout=120
     )
     assert json.loads(result.stdout.splitlines()[-1]) == found, result.stderr
+
+
+def test_a_job_that_is_cancelled_while_nodes_are_asked_has_no_bad_node(tmp_path: Path):
+    """Slurm ends the nodes' tasks, and the launcher hears of it a moment later."""
+    script = "(sleep 0.5; kill $PPID) & exit 1"
+    result = subprocess.run(
+        [sys.executable, "-c", ASK, str(tmp_path), script], capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(result.stdout.splitlines()[-1]) == [143, "cancel", []], result.stderr

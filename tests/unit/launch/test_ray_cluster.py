@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -93,6 +94,32 @@ def test_a_lost_node_is_named_by_srun_and_the_driver_gets_time_to_say_what_it_sa
     assert text.startswith("lost node n2: its Ray ended (exit code 1); see its log")
 
 
+# What srun says of a node without a daemon, and of one that is there.
+SRUN = """#!/bin/bash
+[[ "$*" == *--nodelist=n2* ]] || exit 0
+echo 'srun: error: Task launch for StepId=7.9 failed on node n2: refused' >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize(("node", "code", "cause"), [("n2", 13, "node"), ("n1", 12, "run")])
+def test_a_process_that_died_with_its_node_is_the_nodes_failure(
+    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, code: int, cause: str
+):
+    """srun keeps silent about the step there for minutes; asked for another one it says what is wrong."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    account = {
+        "kind": "WorkerError", "exit_code": 12, "problem": "killed", "fix": None, "role": "actor", "rank": 1,
+        "node": node, "phase": "save", "step": 4, "time": 0.0,
+    }  # fmt: skip
+    driver = f"echo '{json.dumps(account)}' > \"$MEGARL_ENDING\"; exit 12"
+    found = start(driver=driver).outcome()
+    assert found[:2] == (code, cause)
+    assert (f"lost node {node}: " in found[2]) == (cause == "node")
+
+
 def test_a_driver_that_fails_because_its_node_is_going_is_the_nodes_failure(start):
     workers = 'while [[ ! -e "$1/failed" ]]; do sleep 0.05; done; sleep 0.5; exit 1'
     code, cause, text = start(workers=workers, driver='touch "$1/failed"; exit 12').outcome()
@@ -135,6 +162,21 @@ def test_a_signal_to_end_is_the_drivers_and_after_a_grace_the_launchers(start):
     job.send(signal.SIGTERM)
     code, cause, text = job.outcome()
     assert (code, cause) == (143, "cancel") and "SIGTERM" in text
+
+
+@pytest.mark.parametrize("code", [143, 15])
+def test_a_cancelled_job_has_lost_no_node_though_the_node_ends_first(start, code: int):
+    workers = f'while [[ ! -e "$1/up" ]]; do sleep 0.05; done; {READY}exit 1'
+    job = start(workers=workers, driver=f"trap 'exit {code}' TERM; touch \"$1/up\"; {WAIT}")
+    time.sleep(0.5)
+    job.send(signal.SIGTERM)
+    assert job.outcome()[:2] == (143, "cancel")
+
+
+def test_a_driver_that_fails_on_the_signal_that_ends_it_was_cancelled(start):
+    job = start(driver=f"trap 'exit 15' TERM; {READY}{WAIT}")
+    job.send(signal.SIGTERM)
+    assert job.outcome() == (143, "cancel", "SIGTERM | the driver ended with exit code 15")
 
 
 def test_a_cluster_that_does_not_come_up_says_what_the_barrier_said(start):

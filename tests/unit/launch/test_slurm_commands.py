@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from megarl.errors import SetupError
@@ -76,3 +78,34 @@ def test_the_lead_of_the_signal_is_the_scripts_own(tmp_path, line, lead):
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/bash\n#SBATCH {line}\n")
     assert slurm.signal_lead_s(script) == lead
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A controller that fails so many times before it answers."""
+
+    def make(failures: int) -> None:
+        (tmp_path / "left").write_text(str(failures))
+        text = f"""#!/bin/bash
+left=$(<{tmp_path}/left)
+echo $((left - 1)) > {tmp_path}/left
+(( left > 0 )) && {{ echo 'Unable to contact slurm controller' >&2; exit 1; }}
+echo "NodeName=$4 NodeAddr=10.0.0.9"
+"""
+        (tmp_path / "scontrol").write_text(text)
+        (tmp_path / "scontrol").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setattr(slurm, "AGAIN_S", 0.0)
+
+    return make
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(scontrol):
+    scontrol(2)
+    assert slurm.address("n1") == "10.0.0.9"
+
+
+def test_a_controller_that_never_answers_is_named_with_what_it_says(scontrol):
+    scontrol(99)
+    with pytest.raises(SetupError, match="scontrol show node -o n1 fails: Unable to contact slurm controller"):
+        slurm.address("n1")

@@ -58,6 +58,17 @@ def test_a_number_without_a_forecast_is_shown_alone(tmp_path: Path):
     assert "_forecast" not in text
 
 
+def test_predicted_seconds_stand_beside_those_of_the_run(tmp_path: Path):
+    text = report(
+        write(tmp_path, line(2), forecast={**FORECAST, "seconds": {"rollout": 2.5, "turns": 1.0, "step": 2.4}})
+    )
+    rows = {row.split()[0]: row.split()[1:] for row in text.splitlines()}
+    assert rows["rollout"] == ["2.000", "2.500", "+25.0%"]
+    assert rows["step"] == ["3.000", "2.400", "-20.0%"]
+    assert "turns" not in rows, "a phase that was not measured has nothing to stand beside"
+    assert "forecast is for" not in report(write(tmp_path, line(2)))
+
+
 def test_a_run_without_forecast_or_measurement_says_so(tmp_path: Path):
     assert "no forecast.json" in report(write(tmp_path, line(1), forecast=None))
     assert "not measured yet" in report(write(tmp_path, line(1)))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from megarl import cli
+from megarl.config.load import load_train
 from megarl.planning.doctor import Diagnosis, Surroundings, diagnose
 from megarl.planning.finding import errors
 from megarl.planning.placement import Nodes
@@ -277,6 +278,25 @@ def test_several_are_all_reported_in_one_run(sound: Path):
             broken.key in finding.key and broken.problem.split(" of the")[0] in finding.problem
             for finding in errors(diagnosis.findings)
         ), f"{name} is not in\n{diagnosis.text()}"
+
+
+def test_every_finding_of_them_says_what_to_change(sound: Path):
+    overrides: list[str] = []
+    for name in COMBINED:
+        BROKEN[name].damage(sound)
+        overrides += overrides_of(BROKEN[name], sound)
+    findings = examine(sound, *overrides, around=BROKEN["fewer GPUs than stated"].around).findings
+    assert len(findings) >= len(COMBINED) and all(finding.fix.strip() for finding in findings)
+
+
+def test_what_a_run_expects_of_itself_is_kept_with_its_seconds(sound: Path):
+    config = load_train(str(sound / "sound.yaml"), []).config
+    seconds = cli._forecast(config)["seconds"]
+    assert {"rollout", "update_actor", "weight_sync"} < set(seconds)
+    assert seconds["step"] == pytest.approx(sum(seconds.values()) - seconds["step"])
+    assert "seconds" not in cli._forecast(
+        config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+    )
 
 
 def test_what_depends_on_a_broken_key_is_not_reported_again(sound: Path):
