@@ -29,15 +29,22 @@ FAMILIES: dict[str, Family] = {
 }
 
 _NORMS = "norms after attention and feed-forward part, for which Megatron-Core's layer (0.16 to 0.19) has no place"
-_GEMMA = "norm weights as 1 + w, which Megatron-Core's own norms (0.16 to 0.19) lack, and scaled embeddings"
+_GEMMA = (
+    "norm weights as 1 + w, which Megatron-Core's own norms (0.16 to 0.19) lack and Transformer Engine's have, and "
+    "embeddings times the root of the hidden size, for which its embedding has no factor"
+)
+_TWO_BASES = "one rotary base for windowed layers and another for the rest, where it has one for all"
 
 REFUSED: dict[str, str] = {
     "gemma": _GEMMA,
-    "gemma2": f"{_NORMS}; {_GEMMA}; soft-capped logits, which it lacks too",
-    "gemma3": f"{_NORMS}; {_GEMMA}",
-    "gemma3_text": f"{_NORMS}; {_GEMMA}",
+    "gemma2": f"{_NORMS}; {_GEMMA}; soft-capped attention scores and logits, which it lacks too",
+    "gemma3": f"{_NORMS}; {_GEMMA}; {_TWO_BASES}",
+    "gemma3_text": f"{_NORMS}; {_GEMMA}; {_TWO_BASES}",
     "glm4": _NORMS,
-    "gpt_oss": "experts whose gate and up columns alternate in one tensor, while megarl moves rectangles; packed MXFP4",
+    "gpt_oss": (
+        "experts whose gate and up columns alternate in one tensor of all experts, often packed as MXFP4, while "
+        "megarl moves unpacked rectangles (Megatron-Core could hold them, the sinks and the window)"
+    ),
 }
 """Families that Megatron-Core cannot hold, or megarl cannot move yet, and why: each has ..."""
 
