@@ -291,7 +291,7 @@ def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: SlurmCluster, tmp_path: P
 def numbers(run: Path) -> dict[int, dict[str, float]]:
     """Metrics of each step without those of time, memory and transport."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    others = ("timing_s/", "perf/", "memory/", "weight_sync/")
+    others = ("timing_s/", "perf/", "memory/", "weight_sync/", "rollout/tokens_per_s")
     return {
         line["step"]: {name: x for name, x in line["metrics"].items() if not name.startswith(others)} for line in lines
     }
