@@ -132,8 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("overrides", metavar="key=value", nargs="*", help="as for train and sft")
     sub.add_argument("--bandwidth", type=float, default=50.0, metavar="GB/s", help="of a rank between hosts (50)")
     sub.add_argument("--local-bandwidth", type=float, default=150.0, metavar="GB/s", help="inside a host (150)")
-    sub.add_argument("--vpp", type=int, default=1, metavar="N", help="of the actor: chunks of a stage (1)")
-    sub.add_argument("--pipeline", metavar="STAGES", help="of the actor, in Megatron-Core's letters: Ettt|(tt|)*2tL")
     sub.add_argument("--expert-parallel", action="store_true", help="engines deal experts out instead of cutting them")
     sub.add_argument("--json", action="store_true", help="all of it for a script")
     sub.set_defaults(command=_plan_sync)
@@ -281,7 +279,6 @@ def _plan_sync(options: argparse.Namespace, run_dir: list[str]) -> int:
         engine_hosts=[f"node{placement.node(slot)}" for engine in placement.rollout for slot in engine],
         bandwidth=options.bandwidth * 1e9,
         local_bandwidth=options.local_bandwidth * 1e9,
-        degrees={name: getattr(options, name) for name in ("vpp", "pipeline")},
         expert_parallel=options.expert_parallel,
     )
     print(made.json() if options.json else made.text())

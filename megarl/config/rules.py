@@ -16,6 +16,8 @@ from megarl.config.breach import AnyConfig, Breach
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.data import FileSource, GymSource
 from megarl.config.schema.roles import ActorConfig, CriticConfig
+from megarl.errors import LayoutError
+from megarl.parallel.grid import pipeline_stages
 
 
 def check_rules(config: AnyConfig) -> Iterator[Breach]:
@@ -66,6 +68,30 @@ def uneven_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
         for name in ("num_layers_in_first_stage", "num_layers_in_last_stage"):
             if getattr(part.layout, name) is not None and part.layout.pp == 1:
                 yield Breach((f"{role}.layout.{name}", f"{role}.layout.pp"), "pp > 1 with uneven stages")
+
+
+def virtual_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
+    """Virtual stages take turns on pipeline stages, of which there are two or more."""
+    for role, part in _trained(config):
+        if part.layout.vpp > 1 and part.layout.pp == 1:
+            yield Breach((f"{role}.layout.vpp", f"{role}.layout.pp"), "pp > 1 with vpp > 1")
+
+
+def spelled_pipeline_is_whole(config: AnyConfig) -> Iterator[Breach]:
+    """A spelled pipeline has a stage for each of pp * vpp, and is the only word on their layers."""
+    for role, part in _trained(config):
+        layout, key = part.layout, f"{role}.layout.pipeline"
+        if layout.pipeline is None:
+            continue
+        for name in ("num_layers_in_first_stage", "num_layers_in_last_stage"):
+            if getattr(layout, name) is not None:
+                yield Breach((key, f"{role}.layout.{name}"), "either a spelled pipeline or uneven outer stages")
+        try:
+            pipeline_stages(layout.pipeline, layout.pp * layout.vpp)
+        except LayoutError as error:
+            yield Breach(
+                (key, f"{role}.layout.pp", f"{role}.layout.vpp"), f"stages as in Et|(tt|)*2tL ({error.problem})"
+            )
 
 
 def decay_has_an_end(config: AnyConfig) -> Iterator[Breach]:
@@ -283,6 +309,8 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     sequence_parallel_needs_tp,
     experts_divide_a_stage,
     uneven_stages_need_pipeline,
+    virtual_stages_need_pipeline,
+    spelled_pipeline_is_whole,
     decay_has_an_end,
     only_adam_is_sharded,
     microbatch_holds_longest_sequence,

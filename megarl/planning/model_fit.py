@@ -77,11 +77,18 @@ def _stages(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Findin
     try:
         shape = ParallelLayout(
             pp=layout.pp,
+            vpp=layout.vpp,
+            pipeline=layout.pipeline,
             first_stage_layers=layout.num_layers_in_first_stage,
             last_stage_layers=layout.num_layers_in_last_stage,
         )
         shape.layers_of_stage(spec.num_layers, 0)
     except LayoutError as error:
+        if layout.pipeline is not None or layout.vpp > 1:
+            key = f"{role}.layout.{'pipeline' if layout.pipeline is not None else 'vpp'}"
+            fix = f"spell the model's {spec.num_layers} layers, or choose pp and vpp whose product divides them"
+            yield _model(key, f"stages of the model's {spec.num_layers} layers", error.problem, fix)
+            return
         divisors = [pp for pp in range(1, min(spec.num_layers, 64) + 1) if spec.num_layers % pp == 0]
         fix = f"set {role}.layout.pp to {_one_of(divisors)}, or give first and last stage their own number of layers"
         yield _model(f"{role}.layout.pp", f"even stages of the model's {spec.num_layers} layers", error.problem, fix)

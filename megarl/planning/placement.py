@@ -82,8 +82,10 @@ def check_batch(config: TrainConfig | SftConfig) -> Iterator[Finding]:
             problem = f"{rows} rows of an update do not divide among {layout.dp} data-parallel ranks: some get one more"
             fix = f"choose {key} a multiple of {role}.layout.dp={layout.dp}"
             yield Finding("batch", key, problem, fix, level="warning")
-        if layout.pp > 1 and rows // layout.dp < 2 * layout.pp:
-            idle = (layout.pp - 1) / (rows // layout.dp + layout.pp - 1) if rows >= layout.dp else 1.0
+        # Virtual stages shorten a stage's slots, and with them what it waits at both ends.
+        slots = rows // layout.dp * layout.vpp
+        if layout.pp > 1 and slots < 2 * layout.pp:
+            idle = (layout.pp - 1) / (slots + layout.pp - 1) if slots else 1.0
             problem = (
                 f"a rank gets at most {rows // layout.dp} microbatches an update for {layout.pp} pipeline stages, "
                 f"so each stage idles {idle:.0%} of the time"

@@ -201,7 +201,7 @@ def _candidates(
         layout = config.actor.layout.model_copy(
             update={
                 "tp": tp, "pp": pp, "dp": training // ranks, "ep": ep, "sequence_parallel": tp > 1,
-                "num_layers_in_first_stage": None, "num_layers_in_last_stage": None,
+                "num_layers_in_first_stage": None, "num_layers_in_last_stage": None, "vpp": 1, "pipeline": None,
             }
         )  # fmt: skip
         engine = config.actor.engine.model_copy(update={"recompute": recompute, "offload": mode == "colocated"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from megarl.config.schema import TrainConfig
 from megarl.models import load_spec
@@ -114,7 +114,6 @@ def plan_sync(
     engine_hosts: Sequence[str],
     bandwidth: float = 50e9,
     local_bandwidth: float = 150e9,
-    degrees: Mapping[str, int | str | None] | None = None,
     expert_parallel: bool = False,
 ) -> SyncPlan:
     """Plans and proves an update of a run's engines.
@@ -125,7 +124,6 @@ def plan_sync(
         engine_hosts: host of each engine rank, engine by engine.
         bandwidth: bytes a second of each rank between hosts, each way (a 400 Gb/s card each by default).
         local_bandwidth: the same inside a host.
-        degrees: the actor's ``vpp`` and ``pipeline``, which a run's configuration has not yet.
         expert_parallel: the engines deal experts out whole.
 
     Raises:
@@ -134,7 +132,7 @@ def plan_sync(
         PlanError: the plan is not complete, which is a defect of megarl.
     """
     spec = load_spec(config.model.path)
-    layout = replace(config.actor.layout.grid(), **(degrees if degrees is not None else {}))  # type: ignore[arg-type]
+    layout = config.actor.layout.grid()
     naming = "te" if config.cluster.device == "cuda" else "local"
     with collector_paused():
         sources = {

@@ -41,6 +41,7 @@ class Case:
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
+    vpp: int = 1
     cp: int = 1
     dp: int = 1
     ep: int = 1
@@ -60,7 +61,7 @@ class Case:
     @property
     def is_valid(self) -> bool:
         """Whether there is such a layout, and megarl trains the model in it, on few enough ranks."""
-        if self.sequence_parallel and self.tp == 1:
+        if (self.sequence_parallel and self.tp == 1) or (self.vpp > 1 and self.pp == 1):
             return False
         ranks = self.tp * self.cp * self.dp
         if ranks * self.pp > MOST_RANKS or ranks % (self.ep * self.etp):
@@ -82,6 +83,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "sequence_parallel": (False, True),
     "pp": (1, 2),
+    "vpp": (1, 2),
     "cp": (1, 2),
     "dp": (1, 2),
     "ep": (1, 2),

@@ -17,7 +17,8 @@ from tests.distributed.ranks import Rank, RankPool
 
 PATHS = {
     "ep-to-etp": ("experts", ParallelLayout(dp=2, ep=2), ParallelLayout(tp=2, etp=2, sequence_parallel=True)),
-    "cp-to-pp": ("untied", ParallelLayout(cp=2), ParallelLayout(pp=2)),
+    "vpp-to-tp": ("tied", ParallelLayout(pp=2, vpp=2), ParallelLayout(tp=2, sequence_parallel=True)),
+    "cp-to-vpp": ("untied", ParallelLayout(cp=2), ParallelLayout(pp=2, vpp=2)),
     "tp-to-ep": ("experts", ParallelLayout(tp=2, sequence_parallel=True), ParallelLayout(pp=2, dp=2, ep=2)),
 }
 

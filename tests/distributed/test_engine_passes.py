@@ -73,11 +73,12 @@ def passes(rank: Rank, layout: ParallelLayout, spec: ModelSpec, cap: int) -> Any
         ParallelLayout(),
         ParallelLayout(tp=2, sequence_parallel=True),
         ParallelLayout(pp=2),
+        ParallelLayout(pp=2, vpp=2),
         ParallelLayout(tp=2, dp=2),
         ParallelLayout(cp=2),
         ParallelLayout(tp=2, cp=2, sequence_parallel=True),
     ],
-    ids=["one", "tp2-sp", "pp2", "tp2-dp2", "cp2", "tp2-sp-cp2"],
+    ids=["one", "tp2-sp", "pp2", "pp2-vpp2", "tp2-dp2", "cp2", "tp2-sp-cp2"],
 )
 def test_log_probs_and_entropy_equal_transformers(ranks: RankPool, layout: ParallelLayout, cap: int) -> None:
     results = ranks(layout.world_size).run(passes, layout, QWEN2, cap)

@@ -13,20 +13,19 @@ from tests.distributed.parity import MODELS, Case, all_cases, compare, expected,
 from tests.distributed.ranks import RankPool
 
 COVER = (
-    Case(model="untied", cap=28, distributed=True),
-    Case(model="experts", tp=2, sequence_parallel=True, etp=2),
-    Case(model="experts", cp=2, ep=2),
-    Case(model="experts", tp=2, sequence_parallel=True, dp=2, ep=2, etp=2, cap=28, distributed=True),
-    Case(model="tied", tp=4, sequence_parallel=True, distributed=True),
-    Case(model="experts", pp=2, cp=2, etp=2, distributed=True),
-    Case(model="untied", tp=2, sequence_parallel=True, cp=2, cap=28, distributed=True),
-    Case(model="tied", cp=2, dp=2, cap=28, distributed=True),
-    Case(model="untied", tp=2, pp=2, cap=28),
-    Case(model="tied", tp=2, sequence_parallel=True, pp=2),
-    Case(model="experts", pp=2, dp=2, ep=2, cap=28),
-    Case(model="untied", tp=4, dp=2),
-    Case(model="experts", tp=4, sequence_parallel=True, cp=2, ep=2, etp=2, distributed=True),
-    Case(model="experts", tp=4, sequence_parallel=True, pp=2, ep=2, cap=28),
+    Case(model="tied", pp=2, vpp=2),
+    Case(model="experts", tp=2, sequence_parallel=True, ep=2),
+    Case(model="experts", cp=2, dp=2, ep=2, etp=2, distributed=True),
+    Case(model="experts", tp=2, sequence_parallel=True, pp=2, vpp=2, etp=2, cap=28, distributed=True),
+    Case(model="untied", tp=2, sequence_parallel=True, dp=2, distributed=True),
+    Case(model="experts", pp=2, vpp=2, dp=2, ep=2, cap=28),
+    Case(model="experts", tp=4, sequence_parallel=True, ep=2, etp=2),
+    Case(model="untied", pp=2, vpp=2, cp=2),
+    Case(model="tied", tp=2, cp=2, cap=28),
+    Case(model="tied", pp=2, dp=2, distributed=True),
+    Case(model="untied", tp=4, pp=2, vpp=2, cap=28),
+    Case(model="tied", tp=4, sequence_parallel=True, cp=2, cap=28),
+    Case(model="tied", tp=4, sequence_parallel=True, dp=2, distributed=True),
 )
 
 

@@ -15,6 +15,8 @@ class LayoutConfig(StrictModel):
     """Tensor-parallel size."""
     pp: int = Field(1, ge=1)
     """Pipeline-parallel size (1F1B)."""
+    vpp: int = Field(1, ge=1)
+    """Virtual stages of each pipeline stage (interleaved 1F1B): less waiting for more messages; needs pp > 1."""
     cp: int = Field(1, ge=1)
     """Context-parallel size: ranks that share the tokens of every sequence, padded to a multiple of 2 * cp."""
     dp: int = Field(1, ge=1)
@@ -29,6 +31,9 @@ class LayoutConfig(StrictModel):
     """Layers of the first pipeline stage where stages are uneven; None divides evenly."""
     num_layers_in_last_stage: int | None = Field(None, ge=1)
     """Layers of the last pipeline stage where stages are uneven; None divides evenly."""
+    pipeline: str | None = None
+    """Every stage spelled in Megatron-Core's letters, ``Ettt|(tt|)*2tL``: E the embedding, t a layer, L the head; with
+    virtual stages the first of all stages, then the second."""
 
     @property
     def world_size(self) -> int:
@@ -39,6 +44,7 @@ class LayoutConfig(StrictModel):
         return ParallelLayout(
             tp=self.tp,
             pp=self.pp,
+            vpp=self.vpp,
             cp=self.cp,
             dp=self.dp,
             ep=self.ep,
@@ -46,4 +52,5 @@ class LayoutConfig(StrictModel):
             sequence_parallel=self.sequence_parallel,
             first_stage_layers=self.num_layers_in_first_stage,
             last_stage_layers=self.num_layers_in_last_stage,
+            pipeline=self.pipeline,
         )

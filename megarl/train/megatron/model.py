@@ -26,7 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.errors import LayoutError, ModelError
+from megarl.errors import ModelError
 from megarl.models.spec import ModelSpec, RopeScaling
 from megarl.parallel.grid import ParallelLayout
 from megarl.parallel.groups import ParallelGroups
@@ -68,8 +68,6 @@ def build_model(
         ModelError: Megatron-Core cannot represent an option of the spec.
     """
     layout = groups.layout
-    if layout.vpp > 1:
-        raise LayoutError(f"virtual pipeline stages (vpp={layout.vpp}) are not supported yet", fix="set vpp=1")
     config = transformer_config(spec, layout, device=device, dtype=dtype, recompute=recompute)
     chunks = []
     for index in range(layout.vpp):

@@ -32,4 +32,24 @@ LAYOUT_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             ["actor.layout.num_layers_in_first_stage=1", "actor.layout.pp=2"],
         )
     ],
+    "virtual_stages_need_pipeline": [
+        ("actor.layout.vpp", ["actor.layout.vpp=2"], ["actor.layout.vpp=2", "actor.layout.pp=2"]),
+    ],
+    "spelled_pipeline_is_whole": [
+        (
+            "actor.layout.pipeline",
+            ["actor.layout.pp=2", "actor.layout.pipeline='Et|t|tL'"],
+            ["actor.layout.pp=2", "actor.layout.pipeline='Et|ttL'"],
+        ),
+        (
+            "critic.layout.pipeline",
+            [
+                *CRITIC,
+                "critic.layout.pp=2",
+                "critic.layout.pipeline='Et|tL'",
+                "critic.layout.num_layers_in_first_stage=1",
+            ],
+            [*CRITIC, "critic.layout.pp=2", "critic.layout.pipeline='Et|tL'"],
+        ),
+    ],
 }

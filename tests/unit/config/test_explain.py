@@ -55,7 +55,7 @@ def test_a_key_of_several_sources_or_commands_is_explained_for_each():
 
 
 def test_a_section_lists_its_keys():
-    assert "keys      tp, pp, cp, dp, ep, etp, sequence_parallel" in explain("actor.layout")
+    assert "keys      tp, pp, vpp, cp, dp, ep, etp, sequence_parallel" in explain("actor.layout")
 
 
 def test_an_unknown_key_gets_suggestions():

@@ -90,7 +90,8 @@ def test_an_expert_model_is_planned_at_degrees_of_its_own(tmp_path: Path, capsys
     cut, dealt, _ = (content["num_copies"] for content in read)
     assert cut > dealt and len({content["digest"] for content in read}) == 3
     assert {content["num_bytes"] for content in read} == {read[0]["num_bytes"]}
-    assert cli.main([*command, "--pipeline", "Et|tttL"]) == 0
-    assert cli.main([*command, "--pipeline", "Et|ttL"]) == 5
+    assert cli.main([*command, "actor.layout.vpp=2"]) == 0
+    assert cli.main([*command, "actor.layout.pipeline='Et|tttL'"]) == 0
+    assert cli.main([*command, "actor.layout.pipeline='Et|ttL'"]) == 5
     assert "has 3 layers, the model 4" in capsys.readouterr().err
     assert cli.main([*command, "actor.layout.ep=3"]) == 2
