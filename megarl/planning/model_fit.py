@@ -30,11 +30,11 @@ def check_model(config: TrainConfig | SftConfig) -> list[Finding]:
 
 def check_specs(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> list[Finding]:
     """The same for specs that have been read; ``critic_spec`` is the policy's where the critic starts from it."""
-    findings = [*_training("actor", config.actor.layout, spec), *_positions(config, spec)]
+    findings = [*_training("actor", config.actor, spec), *_positions(config, spec)]
     if isinstance(config, TrainConfig):
         findings += _engine(config.rollout.tp, spec)
         if config.critic is not None:
-            findings += _training("critic", config.critic.layout, critic_spec)
+            findings += _training("critic", config.critic, critic_spec)
             if critic_spec.vocab_size != spec.vocab_size:
                 expected = f"the policy's vocabulary of {spec.vocab_size}, since the critic reads the policy's tokens"
                 fix = "choose a critic of the policy's family, or remove critic.path to start from the policy"
@@ -53,7 +53,8 @@ def _model(key: str, expected: str, found: object, fix: str) -> Finding:
     return Finding("model", key, f"expected {expected}, found {found}", fix)
 
 
-def _training(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Finding]:
+def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) -> Iterator[Finding]:
+    layout = config.layout
     if spec.not_trained is not None:
         key = "model.path" if role == "actor" else f"{role}.path"
         fix = "use another model; `megarl plan sync` and the converters take this one"
@@ -67,6 +68,9 @@ def _training(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Find
             yield _model(key, f"a divisor of the model's {count} {what}", layout.tp, f"set {key} to {_one_of(allowed)}")
     yield from _stages(role, layout, spec)
     yield from _experts(role, layout, spec)
+    if spec.moe is None and config.engine.moe_aux_loss_coef:
+        key = f"{role}.engine.moe_aux_loss_coef"
+        yield _model(key, f"0 for {spec.family}, which has no experts", config.engine.moe_aux_loss_coef, f"set {key}=0")
     padded = ParallelLayout(tp=layout.tp).padded_vocab_size(spec.vocab_size)
     if padded > (1 + MOST_VOCABULARY_PADDING) * spec.vocab_size:
         problem = f"the vocabulary of {spec.vocab_size} is padded to {padded} rows for tp={layout.tp}"

@@ -33,6 +33,7 @@ def make_engine(
     seed: int = 3,
     model_dir: Any = None,
     optimizer: dict[str, Any] | None = None,
+    **engine: Any,
 ) -> MegatronEngine:
     """An engine with random weights that do not depend on the layout."""
     settings = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "schedule": ScheduleConfig(warmup_steps=2)}
@@ -44,7 +45,7 @@ def make_engine(
         model_dir,
         groups,
         get_device("cpu"),
-        EngineConfig(dtype=dtype, microbatch_tokens=cap, logits_chunk_tokens=chunk),
+        EngineConfig(dtype=dtype, microbatch_tokens=cap, logits_chunk_tokens=chunk, **engine),
         OptimizerConfig(distributed=distributed, **(settings | (optimizer or {}))) if trained else None,
         head=head,
         seed=seed,

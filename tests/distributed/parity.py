@@ -48,6 +48,7 @@ class Case:
     etp: int = 1
     cap: int = 1000
     distributed: bool = False
+    pipeline: str | None = None
 
     @property
     def layout(self) -> ParallelLayout:
@@ -74,7 +75,9 @@ class Case:
         names = {"model": "", "sequence_parallel": "sp", "distributed": "sharded"}
         told = [(names.get(field.name, field.name), getattr(self, field.name)) for field in fields(self)]
         return "-".join(
-            name if value is True else f"{name}{value}" for name, value in told if value is True or value not in (1, 0)
+            name if value is True else f"{name}{value}"
+            for name, value in told
+            if value is True or value not in (1, 0, None)
         )
 
 
@@ -122,6 +125,7 @@ def run(rank: Rank, case: Case, kind: str = "policy") -> tuple[dict[str, float] 
         cap=case.cap,
         distributed=case.distributed,
         head="value" if kind == "value" else "lm",
+        moe_aux_loss_coef=0.05 if case.model == "experts" else 0.0,
     )
     batch, minibatches = replica(recorded_batch(engine.spec.vocab_size), groups)
     optimizer = engine.optimizer

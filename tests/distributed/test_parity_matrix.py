@@ -34,6 +34,10 @@ def test_an_update_does_not_depend_on_the_layout(ranks: RankPool, case: Case) ->
     compare(ranks, case)
 
 
+def test_an_update_does_not_depend_on_a_spelled_pipeline(ranks: RankPool) -> None:
+    compare(ranks, Case(model="experts", pp=2, vpp=2, dp=2, ep=2, cap=28, pipeline="Et|tt||tL"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in all_cases() if case not in COVER], ids=str)
 def test_an_update_does_not_depend_on_any_layout(ranks: RankPool, case: Case) -> None:

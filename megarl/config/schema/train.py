@@ -74,5 +74,8 @@ class EngineConfig(StrictModel):
     """Tokens whose float32 logits are held at once when log-probs and entropy are computed."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: none, core attention only, or whole layers."""
+    moe_aux_loss_coef: float = Field(0.0, ge=0)
+    """Coefficient of the load-balancing loss of a mixture of experts in training: each sequence's, which is 1 where all
+    experts get as many tokens, averaged over the minibatch's sequences and summed over layers."""
     offload: bool = False
     """Move weights, gradients and optimizer state to host memory between phases (colocated roles on GPU)."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.config.schema.train import EngineConfig, OptimizerConfig
 from megarl.data.balance import SequenceCost
 from megarl.data.batch import Batch, Ragged
-from megarl.errors import TrainError
+from megarl.errors import ModelError, TrainError
 from megarl.models.rules import VALUE_HEAD
 from megarl.models.spec import ModelSpec
 from megarl.observability.metrics import Metrics
@@ -29,6 +29,7 @@ from megarl.platform.device import Device
 from megarl.train.engine import PolicyUpdate, StateSummary, ValueUpdate
 from megarl.train.megatron import checkpoint, export, offload, step
 from megarl.train.megatron import microbatch as mb
+from megarl.train.megatron.balance import ExpertBalance
 from megarl.train.megatron.checkpoint_writer import HostCopy
 from megarl.train.megatron.experts import are_grouped
 from megarl.train.megatron.forward import HeadOptions, ModelParts, TokenOutputs, configure_schedule, forward_only
@@ -118,6 +119,15 @@ class MegatronEngine:
                 total_updates=total_updates,
                 tensors=self._tensor_names(),
             )
+        balance = None
+        if spec.moe is None and engine.moe_aux_loss_coef:
+            raise ModelError(
+                f"moe_aux_loss_coef={engine.moe_aux_loss_coef}, but the model has no experts",
+                where=f"{role}.engine",
+                fix="set moe_aux_loss_coef=0",
+            )
+        if spec.moe is not None and optimizer is not None:
+            balance = ExpertBalance(self._modules, spec, groups, engine.moe_aux_loss_coef)
         self._save: checkpoint.Save | None = None
         self._host_copy: HostCopy | None = None
         self._offloader = offload.Offloader(self._chunks, self.optimizer, device)
@@ -136,6 +146,7 @@ class MegatronEngine:
             # Our core attention does; Transformer Engine's takes sequences one after another only, and context-parallel
             # ranks share out the tokens of each.
             shares_prompts=device.layer_implementation == "local" and groups.layout.cp == 1,
+            balance=balance,
         )
 
     # -- passes without gradients ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from megarl.algorithms.context_parallel import whole_rows
 from megarl.data.balance import SequenceCost
 from megarl.data.batch import Batch
 from megarl.train.megatron.attention import SharedSequences
+from megarl.train.megatron.balance import ExpertBalance, routed_tokens
 from megarl.train.megatron.heads import vocab_log_probs
 from megarl.train.megatron.microbatch import ContextSlice, Microbatch, build, level, plan_rows
 from megarl.train.megatron.model import Chunk
@@ -83,6 +84,7 @@ class ModelParts:
         device: where tensors live.
         cost: of a sequence.
         shares_prompts: the core attention takes rows with a prompt in common (``SharedSequences``).
+        balance: of the experts; None in a dense model, and in one that is not trained.
     """
 
     chunks: Sequence[nn.Module]
@@ -97,6 +99,7 @@ class ModelParts:
     device: torch.device
     cost: SequenceCost
     shares_prompts: bool = False
+    balance: ExpertBalance | None = None
 
     @property
     def token_multiple(self) -> int:
@@ -199,6 +202,9 @@ def forward_backward(
 def _run(
     parts: ModelParts, microbatches: Sequence[Microbatch], finish: Callable[..., Any], **options: Any
 ) -> list[Any]:
+    is_split = parts.sequence_parallel
+    tp_rank, tp_size = (parts.tp_group.rank(), parts.tp_group.size()) if is_split else (0, 1)
+
     def forward_step(microbatches: Iterator[Microbatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         microbatch = next(microbatches).to(parts.device)
         output = model(
@@ -206,6 +212,7 @@ def _run(
             position_ids=microbatch.position_ids,
             attention_mask=None,
             packed_seq_params=packed_seq_params(microbatch),
+            routed=None if parts.balance is None else routed_tokens(microbatch, tp_rank=tp_rank, tp_size=tp_size),
         )
         return output, lambda *args, **kwargs: finish(microbatch, *args, **kwargs)
 

@@ -43,6 +43,7 @@ class Microbatch:
         positions: [m] int64 tokens of [0, n) whose output predicts a response token.
         targets: [m] int64 those response tokens.
         response_lengths: [rows] int64, in the order of ``rows``; they sum to M.
+        row_of_place: [n] int64, [E] if rows share a prompt: index in ``rows`` of each place's row, -1 padding.
         token_of_place: [E] int64 if rows share a prompt: which token stands in each place of the sequences, which
             ``cu_seqlens`` then counts in places.
         context_size: ranks that share the tokens.
@@ -57,6 +58,7 @@ class Microbatch:
     positions: Tensor
     targets: Tensor
     response_lengths: Tensor
+    row_of_place: Tensor
     token_of_place: Tensor | None = None
     context_size: int = 1
     places: Tensor | None = None
@@ -233,6 +235,7 @@ def build(
         positions=positions,
         targets=responses.values,
         response_lengths=responses.lengths,
+        row_of_place=torch.nn.functional.pad(sequences.row_index(), (0, padding), value=-1),
         token_of_place=token_of_place,
     )
 
@@ -250,6 +253,8 @@ def _sliced(
     moved = torch.arange(len(sequences.values)) + shifts.repeat_interleave(sequences.lengths)
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
     tokens[moved] = sequences.values
+    row_of_place = torch.full((num_tokens,), -1)
+    row_of_place[moved] = sequences.row_index()
     mine = zigzag(lengths.tolist(), context.rank, context.size)
     here = torch.full((num_tokens,), -1)
     here[mine] = torch.arange(len(mine))
@@ -264,6 +269,7 @@ def _sliced(
         positions=positions[places],
         targets=responses.values[places],
         response_lengths=responses.lengths,
+        row_of_place=row_of_place[mine],
         context_size=context.size,
         places=places,
     )
@@ -313,6 +319,7 @@ def _lengthened(microbatch: Microbatch, padding: int, context: ContextSlice) -> 
         position_ids=torch.cat([microbatch.position_ids, own[None]], dim=1),
         cu_seqlens=torch.cat([cu_seqlens, cu_seqlens[-1] + lengths.cumsum(0).to(torch.int32)]),
         max_seqlen=longest,
+        row_of_place=torch.nn.functional.pad(microbatch.row_of_place, (0, len(own)), value=-1),
         token_of_place=token_of_place,
     )
 

@@ -33,6 +33,7 @@ from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import Device
 from megarl.platform.packages import megatron_quiet
 from megarl.train.megatron.attention import PlannedSequences
+from megarl.train.megatron.balance import RoutedTokens
 from megarl.train.megatron.experts import expert_options, mark_experts
 from megarl.train.megatron.layers import decoder_spec
 from megarl.weights.layout import check_divides
@@ -224,12 +225,15 @@ class Chunk(GPTModel):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
+        routed: RoutedTokens | None = None,
         **options: Any,
     ) -> Tensor:
-        """See the class."""
+        """See the class; ``routed`` reaches the routers with ``packed_seq_params``, the way each layer is told."""
         if packed_seq_params is not None and self.config.use_cpu_initialization:
             cp = self.groups.cp
             packed_seq_params = PlannedSequences(packed_seq_params, cp_rank=cp.rank(), cp_size=cp.size())
+        if routed is not None:
+            packed_seq_params.routed = routed  # type: ignore[union-attr]
         output: Tensor = super().forward(
             input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, **options
         )

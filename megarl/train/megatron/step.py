@@ -50,6 +50,7 @@ class StepContext:
 class _Minibatch:
     microbatches: list[mb.Microbatch]
     denominators: Denominators
+    num_sequences: int
 
 
 def update(
@@ -126,6 +127,7 @@ def _plan(
         _Minibatch(
             [context.parts.pack(batch, rows) for rows in plan],
             Denominators(num_tokens=num_tokens, num_rows=num_rows),
+            num_sequences=num_rows,
         )
         for plan, (num_tokens, num_rows) in zip(plans, counts.tolist(), strict=True)
     ]
@@ -148,7 +150,12 @@ def _microbatch_metrics(
         return loss(outputs, microbatch)[1] if microbatch.rows else {}
 
     if train:
-        return forward_backward(context.parts, minibatch.microbatches, loss, objective.head)
+        balance = context.parts.balance
+        if balance is not None:
+            # Of all its sequences, also of those that the objective keeps out of its loss.
+            balance.begin(minibatch.num_sequences)
+        results = forward_backward(context.parts, minibatch.microbatches, loss, objective.head)
+        return results if balance is None else [*results, _once(context, balance.metrics(context.prefix))]
     return forward_only(context.parts, minibatch.microbatches, measure, objective.head)
 
 

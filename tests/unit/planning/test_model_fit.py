@@ -129,6 +129,16 @@ def test_a_dense_model_has_no_experts_to_share_out(tmp_path: Path):
     assert "no experts" in problems[0].problem and problems[0].fix == "set actor.layout.ep to 1"
 
 
+def test_a_dense_model_has_no_load_to_balance(tmp_path: Path):
+    engine = {"moe_aux_loss_coef": 0.01}
+    problems = errors(check_model(config(model(tmp_path), actor={"engine": engine}, critic={"engine": engine})))
+    assert [problem.key for problem in problems] == [
+        "actor.engine.moe_aux_loss_coef",
+        "critic.engine.moe_aux_loss_coef",
+    ]
+    assert not errors(check_model(config(model(tmp_path / "experts", **EXPERTS), actor={"engine": engine})))
+
+
 def test_a_router_that_megatron_has_not_is_refused(tmp_path: Path):
     problems = errors(check_model(config(model(tmp_path, **{**EXPERTS, "num_experts_per_tok": 1}))))
     assert any("only chosen expert" in problem.problem for problem in problems)
