@@ -18,6 +18,7 @@ from megarl.controller.roles import Roles, build_roles, check_algorithm, takes_t
 from megarl.controller.saving import Saver
 from megarl.controller.scoring import RewardRole
 from megarl.controller.session import Session, check_weights, open_session
+from megarl.controller.speed import step_work
 from megarl.controller.state import RunState
 from megarl.controller.step import StepResult, policy_step
 from megarl.controller.stopping import AbandonedError
@@ -118,6 +119,7 @@ def start_roles(session: Session, config: TrainConfig, reward: RewardRole) -> tu
         groups["critic"] = processes.train(critic_plan(config, session.directory.logs), processes.placement.critic)
     for group in groups.values():
         group.start(group.rendezvous())
+    session.introduce(groups)
     session.load_roles(groups)
     session.watch.get(starting, config.cluster.start_timeout_s)
     roles = build_roles(config, groups["actor"], groups.get("critic"), engines, reward, session.watch)
@@ -194,7 +196,8 @@ class Run:
             # Every rank is asked, so not in each step; the second has the optimizer's state and all passes behind it.
             memory = self.session.measured_memory(self.groups) if step in (first + 2, config.run.steps) else {}
             waited: Metrics = {"perf/waited_s": Last(self._waited_s() - waited_s)}
-            self.session.log_step(step, {**result.metrics, **self._extra_metrics(step, result), **memory, **waited})
+            metrics = {**result.metrics, **self._extra_metrics(step, result), **memory, **waited}
+            self.session.log_step(step, metrics, step_work(config, result.batch.sequence_lengths))
             last = step == config.run.steps
             if self.session.stopping.is_asked and not last:
                 self.session.stop(self._finished_state(), self.saver)

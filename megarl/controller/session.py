@@ -31,6 +31,7 @@ from megarl.controller.memory import measured_memory
 from megarl.controller.placement import plan_placement
 from megarl.controller.processes import Processes
 from megarl.controller.saving import Saver
+from megarl.controller.speed import PhaseWork, peak_of, speed
 from megarl.controller.state import RunDirectory, RunState, write_json
 from megarl.controller.stopping import Stopping
 from megarl.data.prompts import PromptSource
@@ -46,6 +47,7 @@ from megarl.observability.metrics import Metrics, values
 from megarl.observability.sinks import Sinks, open_sinks
 from megarl.observability.trace import Timeline, listening, write_chrome_trace
 from megarl.platform import env, signals
+from megarl.platform.device import Introduction
 from megarl.weights.files.safetensors_reader import SafetensorsReader, check_model
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class Session:
         cluster: Ray; opened by ``start_processes``.
         started: monotonic seconds at which the session was opened.
         forecast: what was said about the run beforehand.
+        peak_flops: of a training rank's GPU, once ``introduce`` knows it.
     """
 
     config: TrainConfig | SftConfig
@@ -91,6 +94,7 @@ class Session:
     started: float
     forecast: Mapping[str, Any] | None
     _stack: ExitStack
+    peak_flops: float | None = None
 
     def hold(self, resource: AbstractContextManager[T]) -> T:
         """Enter a context that is left when the session closes, before everything entered earlier."""
@@ -124,6 +128,14 @@ class Session:
                 parts = [name.removeprefix(f"{role}/") for name in self.fresh if name.startswith(f"{role}/")]
                 group.load(self.resume / role, parts)
 
+    def introduce(self, groups: Mapping[str, WorkerGroup]) -> None:
+        """Say what each role runs on and which kernels it found."""
+        for role, group in groups.items():
+            ranks: list[Introduction] = group.introduce()
+            self.console.note(f"{role}: {len(ranks)} ranks on {ranks[0].device}; {', '.join(ranks[0].kernels)}")
+            peaks = {} if self.forecast is None else self.forecast["peak_flops"]
+            self.peak_flops = peak_of(ranks[0].device, peaks)
+
     def load_data(self, source: PromptSource | SftSource) -> None:
         """Continue the data after the last item of the checkpoint.
 
@@ -147,11 +159,12 @@ class Session:
         """Move the finished phases into the history: those before the first step are not part of it."""
         self.history.spans += self.timeline.take().spans
 
-    def log_step(self, step: int, metrics: Metrics) -> None:
-        """Numbers of a finished step with its phases' seconds, to the sinks and the console."""
-        numbers = values(metrics)
-        for phase, seconds in self.timeline.seconds(depth=1).items():
-            numbers[f"timing_s/{phase}"] = seconds
+    def log_step(self, step: int, metrics: Metrics, work: Mapping[str, PhaseWork]) -> None:
+        """Numbers of a finished step with its phases' seconds and speed, to the sinks and the console."""
+        numbers, seconds = values(metrics), self.timeline.seconds(depth=1)
+        for phase, elapsed_s in seconds.items():
+            numbers[f"timing_s/{phase}"] = elapsed_s
+        numbers |= speed(work, seconds, self.peak_flops)
         numbers["timing_s/step"] = sum(self.timeline.seconds(depth=0).values())
         tokens = numbers.get("perf/total_num_tokens")
         if tokens is not None:

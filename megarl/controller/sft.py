@@ -13,6 +13,7 @@ from megarl.config.schema import SftConfig
 from megarl.controller.dispatch import WorkerGroup
 from megarl.controller.saving import Saver
 from megarl.controller.session import Session, check_weights, open_session
+from megarl.controller.speed import sft_work
 from megarl.controller.state import RunState
 from megarl.controller.stopping import AbandonedError
 from megarl.controller.workers import TrainPlan
@@ -42,6 +43,7 @@ def sft(loaded: Loaded[SftConfig], forecast: Mapping[str, Any] | None = None) ->
             processes = session.start_processes()
             model = processes.train(plan(config, session.directory.logs), processes.placement.actor)
             model.start(model.rendezvous())
+            session.introduce({"actor": model})
             session.load_roles({"actor": model})
         session.load_data(rows)
         session.keep_spans()
@@ -91,7 +93,7 @@ def run_steps(
         metrics |= {**rows.metrics(), "perf/total_num_tokens": Sum(int(batch.sequence_lengths.sum()))}
         if step in (session.state.step + 2, steps):
             metrics |= session.measured_memory({"actor": model})
-        session.log_step(step, metrics)
+        session.log_step(step, metrics, sft_work(config, batch.sequence_lengths))
         lines = session.sinks.num_lines
         finished = RunState(step, step, rows.state_dict(), results=dict(results), metrics_lines=lines)
         if session.stopping.is_asked and step < steps:

@@ -28,6 +28,7 @@ from megarl.observability.metrics import Metrics
 from megarl.observability.stacks import Stack, thread_stacks
 from megarl.parallel.grid import ParallelLayout
 from megarl.platform import env
+from megarl.platform.device import Introduction
 from megarl.train.engine import PolicyUpdate, ValueUpdate
 from megarl.weights.row_sums import Share
 from megarl.weights.schedule import Program
@@ -136,7 +137,7 @@ class TrainWorker:
         plan = self.plan
         if self._store is None:
             self._store = dist.TCPStore(*address, is_master=False, timeout=self._timeout)
-        device = get_device(plan.device)
+        device = self._device = get_device(plan.device)
         groups = bootstrap.start(
             plan.layout,
             device=device,
@@ -175,6 +176,11 @@ class TrainWorker:
             sharing=memory_sharing(device.torch_device),
             role=plan.role,
         )
+
+    @dispatch()
+    def introduce(self) -> Introduction:
+        """What it computes on and with."""
+        return self._device.introduce()
 
     # -- passes ------------------------------------------------------------------------------------------------------
 

@@ -47,9 +47,18 @@ def _seconds(forecast: Mapping[str, float], steps: list[dict[str, Any]]) -> Iter
         phase, mean = name.removeprefix("timing_s/"), sum(found) / len(found)
         expected = forecast.get(phase)
         beside = "" if expected is None or not mean else f" {expected:>10.3f} {expected / mean - 1:+7.1%}"
-        yield f"  {phase:<16} {mean:10.3f}{beside}"
+        yield f"  {phase:<16} {mean:10.3f}{beside}{_speed(timed, phase)}"
     if forecast:
         yield "  the forecast is for responses and prompts of half their limits on average, on H100"
+
+
+def _speed(timed: list[dict[str, Any]], phase: str) -> str:
+    """Mean speed of a phase in which a role computes, and the share of the GPU's peak where that is known."""
+    text = ""
+    for kind, form in (("tflops", "{:10.4g} TFLOP/s a rank"), ("mfu", ", MFU {:.1%}")):
+        found = [metrics[name] for metrics in timed if metrics.get(name := f"perf/{kind}/{phase}") is not None]
+        text += form.format(sum(found) / len(found)) if found else ""
+    return text
 
 
 def _memory(forecast: Mapping[str, Any], steps: list[dict[str, Any]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig
 from megarl.models import ModelSpec
 from megarl.planning.finding import Finding, Level
-from megarl.planning.gpus import GIB, Gpu
+from megarl.planning.gpus import GIB, GPUS, Gpu
 from megarl.planning.memory import Layers, RankMemory, engine_bytes, worst_stage
 from megarl.planning.model_fit import longest_sequence, trained
 
@@ -40,7 +40,8 @@ class Forecast:
         phases: for each phase the parts on the fullest device.
         host: parts on a node's host.
         kv_tokens: tokens that an engine's key-value cache holds.
-        kinds: per role, the parts of its fullest rank.
+        ranks: per role, the parts of its fullest rank.
+        peak_flops: by kind of GPU, for the share of it that a run reaches.
     """
 
     capacity: int | None
@@ -48,6 +49,7 @@ class Forecast:
     host: dict[str, int] = field(default_factory=dict)
     kv_tokens: int | None = None
     ranks: dict[str, dict[str, int]] = field(default_factory=dict)
+    peak_flops: dict[str, float] = field(default_factory=lambda: {name: gpu.peak_flops for name, gpu in GPUS.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """For ``forecast.json``."""

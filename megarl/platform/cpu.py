@@ -30,7 +30,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megarl.platform import env, gloo
-from megarl.platform.device import LayerImplementation, MemoryUse, PassMemory
+from megarl.platform.device import Introduction, LayerImplementation, MemoryUse, PassMemory
 from megarl.platform.live_memory import LiveMemory
 from megarl.platform.packages import import_megatron
 
@@ -396,6 +396,10 @@ class CpuDevice:
     def now(self) -> float:
         """Seconds of a monotonic clock."""
         return time.perf_counter()
+
+    def introduce(self) -> Introduction:
+        """No fused kernels but Adam's."""
+        return Introduction("cpu", ("Megatron-Core's local layers", "megarl's attention", "torch's AdamW"))
 
     def memory(self) -> MemoryUse:
         """Resident memory of the process; torch does not count host tensors. The peak is the process's, ever."""

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.errors import SetupError
 from megarl.platform import env
-from megarl.platform.device import LayerImplementation, MemoryUse, PassMemory
-from megarl.platform.packages import has_transformer_engine, import_megatron
+from megarl.platform.device import Introduction, LayerImplementation, MemoryUse, PassMemory
+from megarl.platform.packages import fused_kernels, has_transformer_engine, import_megatron
 
 # Place of the device's index among the arguments of ``rebuild_cuda_tensor``.
 _DEVICE_ARGUMENT = 6
@@ -83,6 +83,10 @@ class CudaDevice:
         """Seconds of a monotonic clock after all queued work."""
         self.synchronize()
         return time.perf_counter()
+
+    def introduce(self) -> Introduction:
+        """The GPU's name, and the packages with fused kernels."""
+        return Introduction(torch.cuda.get_device_name(self.torch_device), fused_kernels())
 
     def memory(self) -> MemoryUse:
         """Memory of torch's allocator on the bound device; other processes' is in ``total`` minus what is free."""

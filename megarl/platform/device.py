@@ -30,6 +30,14 @@ class MemoryUse:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a process says of itself at the start: the device's name, and the kernels that were found, in words."""
+
+    device: str
+    kernels: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class PassMemory:
     """What a pass took beside the tensors that were there before it.
@@ -76,6 +84,10 @@ class Device(Protocol):
 
     def now(self) -> float:
         """Seconds of a monotonic clock, read after ``synchronize``."""
+        ...
+
+    def introduce(self) -> Introduction:
+        """Its name and the kernels megarl's models run with here."""
         ...
 
     def memory(self) -> MemoryUse:

@@ -45,6 +45,21 @@ def has_transformer_engine() -> bool:
     return util.find_spec("transformer_engine") is not None and _version("transformer-engine") is not None
 
 
+def fused_kernels() -> tuple[str, ...]:
+    """The installed packages whose fused kernels Megatron-Core takes on a GPU, with what each is for.
+
+    Its optimizer is Transformer Engine's where there is one, else Apex's, else torch's (optimizer/__init__.py).
+    """
+    found = []
+    if has_transformer_engine():
+        found.append(f"Transformer Engine {_version('transformer-engine')} (layers, attention, Adam)")
+    if (flash := _version("flash-attn")) is not None:
+        found.append(f"flash-attn {flash} (attention)")
+    if util.find_spec("apex") is not None and not is_foreign_apex():
+        found.append("Apex (gradient accumulation, norms)")
+    return tuple(found) or ("no fused kernels",)
+
+
 MEGATRON_MODULES = (
     "megatron.core.parallel_state",
     "megatron.core.tensor_parallel",
