@@ -12,6 +12,7 @@ from megarl.config.schema.roles import RolloutConfig, SyncConfig
 from megarl.controller.dispatch import Member, Watch, WorkerGroup
 from megarl.controller.value_check import ValueCheck
 from megarl.observability.metrics import Last, Metrics
+from megarl.train.engine import Moved
 from megarl.weights.schedule import HOST, WIRE
 from megarl.weights.sync import Call, SyncOptions, SyncSession
 
@@ -41,6 +42,7 @@ class DeviceTurns:
         self._watch = watch
         self.engines_hold_weights = False
         self._is_training = False
+        self._measured: Metrics = {}
 
     def to_training(self) -> None:
         """After sampling: engines give their memory back, training state returns; nothing to do if it has."""
@@ -48,8 +50,11 @@ class DeviceTurns:
             self._is_training = True
             self._watch.get({member.handle.sleep.remote(): member for member in self._engines})
             self.engines_hold_weights = False
-            for group in self._training:
-                group.onload()
+            moved = [_slowest(group.onload()) for group in self._training]
+            self._measured |= {
+                "offload/to_device_bytes": Last(sum(one.num_bytes for one in moved)),
+                "offload/to_device_s": Last(sum(one.seconds for one in moved)),
+            }
 
     def before_update(self) -> None:
         """Before a weight update: engines take memory for weights again."""
@@ -59,12 +64,23 @@ class DeviceTurns:
     def to_sampling(self) -> None:
         """After a weight update: training state leaves, engines take memory for their caches."""
         if self._is_shared:
-            for group in self._training:
-                group.offload()
+            moved = [_slowest(group.offload()) for group in self._training]
+            self._measured |= {
+                "offload/to_host_bytes": Last(sum(one.num_bytes for one in moved)),
+                "offload/to_host_s": Last(sum(one.seconds for one in moved)),
+            }
             tags = ["kv_cache"]
             self._watch.get({member.handle.wake_up.remote(tags): member for member in self._engines})
         self.engines_hold_weights = True
         self._is_training = False
+
+    def metrics(self) -> Metrics:
+        """Bytes and seconds of the latest moves of training state; empty where nobody takes turns."""
+        return dict(self._measured)
+
+
+def _slowest(ranks: Sequence[Moved]) -> Moved:
+    return Moved(max(rank.num_bytes for rank in ranks), max(rank.seconds for rank in ranks))
 
 
 class WeightPublisher:

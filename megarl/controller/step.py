@@ -93,5 +93,5 @@ def policy_step(
     if is_updated or not roles.turns.engines_hold_weights:
         with span("weight_sync"):
             version = roles.weights.publish(version + 1)
-            metrics.append(roles.weights.metrics())
+            metrics += [roles.weights.metrics(), roles.turns.metrics()]
     return StepResult(version, batch, merge(metrics))

@@ -29,7 +29,7 @@ from megarl.observability.stacks import Stack, thread_stacks
 from megarl.parallel.grid import ParallelLayout
 from megarl.platform import env
 from megarl.platform.device import Introduction
-from megarl.train.engine import PolicyUpdate, ValueUpdate
+from megarl.train.engine import Moved, PolicyUpdate, ValueUpdate
 from megarl.weights.row_sums import Share
 from megarl.weights.schedule import Program
 from megarl.weights.sender import Door, Membership, Offer, SenderReport, WeightSender
@@ -288,15 +288,13 @@ class TrainWorker:
         self.engine.export_hf(directory)
 
     @dispatch()
-    def offload(self) -> None:
+    def offload(self) -> Moved:
         """Leave the device to the engines."""
-        self.engine.offload()
-        if self.reference is not None:
-            self.reference.offload()
+        moved = self.engine.offload()
+        return moved if self.reference is None else moved + self.reference.offload()
 
     @dispatch()
-    def onload(self) -> None:
+    def onload(self) -> Moved:
         """Come back to the device."""
-        self.engine.onload()
-        if self.reference is not None:
-            self.reference.onload()
+        moved = self.engine.onload()
+        return moved if self.reference is None else moved + self.reference.onload()

@@ -31,6 +31,7 @@ def check_model(config: TrainConfig | SftConfig) -> list[Finding]:
 def check_specs(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> list[Finding]:
     """The same for specs that have been read; ``critic_spec`` is the policy's where the critic starts from it."""
     findings = [*_training("actor", config.actor, spec), *_positions(config, spec)]
+    findings += _overlap(config, {"actor": spec, "critic": critic_spec})
     if isinstance(config, TrainConfig):
         findings += _engine(config.rollout.tp, spec)
         if config.critic is not None:
@@ -75,6 +76,14 @@ def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) ->
     if padded > (1 + MOST_VOCABULARY_PADDING) * spec.vocab_size:
         problem = f"the vocabulary of {spec.vocab_size} is padded to {padded} rows for tp={layout.tp}"
         yield Finding("model", key, problem, f"a smaller {key} pads less", level="warning")
+
+
+def _overlap(config: TrainConfig | SftConfig, specs: dict[str, ModelSpec]) -> Iterator[Finding]:
+    """Experts on CPU run one by one: one without tokens gets no gradient, and its bucket is never reduced."""
+    for role, part in trained(config):
+        if part.optimizer.overlap_grad_reduce and config.cluster.device == "cpu" and specs[role].moe is not None:
+            key = f"{role}.optimizer.overlap_grad_reduce"
+            yield _model(key, "false for experts on CPU, which may get no gradient", "true", f"set {key}=false")
 
 
 def _stages(role: str, layout: LayoutConfig, spec: ModelSpec) -> Iterator[Finding]:

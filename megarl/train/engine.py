@@ -82,6 +82,17 @@ class StateSummary:
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What moved between a rank's device and host memory, and the seconds it took."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.num_bytes + other.num_bytes, self.seconds + other.seconds)
+
+
 class TrainEngine(Protocol):
     """A model of one role, on one rank."""
 
@@ -148,12 +159,12 @@ class TrainEngine(Protocol):
         """Continue from ``save``, leaving ``fresh`` parts as they are; returns the counters given to it; collective."""
         ...
 
-    def offload(self) -> None:
-        """Move weights, gradients and optimizer state to host memory."""
+    def offload(self) -> Moved:
+        """Move weights and optimizer state to host memory; gradients are dropped."""
         ...
 
-    def onload(self) -> None:
-        """Bring them back."""
+    def onload(self) -> Moved:
+        """Bring them back, gradients as zeros."""
         ...
 
     def state_summary(self) -> StateSummary:

@@ -149,11 +149,13 @@ def move_away_and_back(rank: Rank, layout: ParallelLayout, distributed: bool, dt
         for _ in range(2):
             if is_moved:
                 held = engine.state_summary()
-                offloader.offload()
+                moved = offloader.offload()
+                assert moved.num_bytes == held.weights_bytes + held.optimizer_bytes and moved.seconds > 0
+                assert offloader.offload().num_bytes == 0
                 empty = engine.state_summary()
                 assert held.weights_bytes > 0 and held.gradients_bytes > 0
                 assert empty.weights_bytes == empty.gradients_bytes == empty.optimizer_bytes == 0
-                offloader.onload()
+                assert offloader.onload().num_bytes == moved.num_bytes
                 assert engine.state_summary() == held
             metrics.append(engine.update_policy(batch, policy_update(), minibatches))
         outcomes.append(

@@ -50,6 +50,8 @@ class OptimizerConfig(StrictModel):
     of the tensors it was found in."""
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks (Megatron's distributed optimizer; adam only)."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks in buckets while the last microbatch's backward pass still runs."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
 

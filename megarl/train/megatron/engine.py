@@ -26,13 +26,20 @@ from megarl.models.spec import ModelSpec
 from megarl.observability.metrics import Metrics
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import Device
-from megarl.train.engine import PolicyUpdate, StateSummary, ValueUpdate
+from megarl.train.engine import Moved, PolicyUpdate, StateSummary, ValueUpdate
 from megarl.train.megatron import checkpoint, export, offload, step
 from megarl.train.megatron import microbatch as mb
 from megarl.train.megatron.balance import ExpertBalance
 from megarl.train.megatron.checkpoint_writer import HostCopy
 from megarl.train.megatron.experts import are_grouped
-from megarl.train.megatron.forward import HeadOptions, ModelParts, TokenOutputs, configure_schedule, forward_only
+from megarl.train.megatron.forward import (
+    HeadOptions,
+    ModelParts,
+    TokenOutputs,
+    configure_schedule,
+    forward_only,
+    overlap_reduction,
+)
 from megarl.train.megatron.initialize import random_weights
 from megarl.train.megatron.model import build_model, named_parameters
 from megarl.train.megatron.objectives import PolicyObjective, SftObjective, ValueObjective
@@ -106,12 +113,17 @@ class MegatronEngine:
                 DistributedDataParallel(
                     module.config,
                     DistributedDataParallelConfig(
-                        grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed, bucket_size=None
+                        grad_reduce_in_fp32=True,
+                        use_distributed_optimizer=optimizer.distributed,
+                        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+                        bucket_size=None,  # Megatron's own choice
                     ),
                     module,
                 )
                 for module in self._modules
             ]
+            if optimizer.overlap_grad_reduce:
+                overlap_reduction(self._chunks)
             self.optimizer = Optimizer(
                 self._chunks,
                 optimizer,
@@ -353,14 +365,13 @@ class MegatronEngine:
         kind, keys, position, has_gauss, gauss = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
 
-    def offload(self) -> None:
-        """Move weights, gradients and optimizer state to host memory; nothing to do where that is the device."""
-        if self.device.name != "cpu":
-            self._offloader.offload()
+    def offload(self) -> Moved:
+        """Move weights and optimizer state to host memory; nothing to do where that is the device."""
+        return self._offloader.offload() if self.device.name != "cpu" else Moved()
 
-    def onload(self) -> None:
+    def onload(self) -> Moved:
         """Bring them back."""
-        self._offloader.onload()
+        return self._offloader.onload()
 
     def _require_onload(self) -> None:
         if self._offloader.is_offloaded:

@@ -146,6 +146,17 @@ def configure_schedule(config: Any) -> None:
     config.finalize_model_grads_func = _finalize_undivided
 
 
+def overlap_reduction(chunks: Sequence[Any]) -> None:
+    """Let the schedules reduce gradients while the last microbatch's backward pass runs, and not before it.
+
+    Args:
+        chunks: wrapped in DistributedDataParallel with ``overlap_grad_reduce``.
+    """
+    waits = [chunk.no_sync for chunk in chunks]
+    for chunk in chunks:
+        chunk.module.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+
+
 def _finalize_undivided(chunks: list[nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
     finalize_model_grads(chunks, None, **groups)
 

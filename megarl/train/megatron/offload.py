@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.platform.device import Device
+from megarl.train.engine import Moved
 from megarl.train.megatron.optimizer import Optimizer
 
 
@@ -87,10 +88,11 @@ class Offloader:
         return bool(self._moved)
 
     @torch.no_grad()
-    def offload(self) -> None:
+    def offload(self) -> Moved:
         """Free the device's memory; does nothing if it is free already."""
         if self._moved:
-            return
+            return Moved()
+        started_s = self._device.now()
         gradients = unique_storages(gradient_tensors(self._chunks))
         kept = unique_storages(self._kept_tensors())
         for order, (address, storage) in enumerate((kept | gradients).items()):
@@ -103,18 +105,23 @@ class Offloader:
         for storage, _, _ in self._moved:
             storage.resize_(0)
         self._device.empty_cache()
+        return Moved(self._copied_bytes(), self._device.now() - started_s)
 
     @torch.no_grad()
-    def onload(self) -> None:
+    def onload(self) -> Moved:
         """Bring the state back; does nothing if it is there."""
+        started_s, num_bytes = self._device.now(), self._copied_bytes()
         for storage, size, host in self._moved:
             storage.resize_(size)
             if host is None:
                 _bytes_of(storage).zero_()
             else:
                 _bytes_of(storage).copy_(host, non_blocking=True)
-        self._device.synchronize()
         self._moved.clear()
+        return Moved(num_bytes, self._device.now() - started_s)
+
+    def _copied_bytes(self) -> int:
+        return sum(size for _, size, host in self._moved if host is not None)
 
     def _kept_tensors(self) -> Iterator[Tensor]:
         yield from weight_tensors(self._chunks)

@@ -142,3 +142,14 @@ def test_a_dense_model_has_no_load_to_balance(tmp_path: Path):
 def test_a_router_that_megatron_has_not_is_refused(tmp_path: Path):
     problems = errors(check_model(config(model(tmp_path, **{**EXPERTS, "num_experts_per_tok": 1}))))
     assert any("only chosen expert" in problem.problem for problem in problems)
+
+
+@pytest.mark.parametrize(("device", "is_refused"), [("cpu", True), ("cuda", False)])
+def test_overlapped_reduction_is_refused_for_experts_on_cpu(tmp_path: Path, device: str, is_refused: bool):
+    sections = {"actor": {"optimizer": {"overlap_grad_reduce": True}}, "cluster": {"device": device}}
+    if device == "cpu":
+        sections["cluster"]["gpus_per_node"] = 0
+    found = check_model(config(model(tmp_path / "moe", **EXPERTS), **sections))
+    keys = [finding.key for finding in errors(found)]
+    assert ("actor.optimizer.overlap_grad_reduce" in keys) is is_refused
+    assert errors(check_model(config(model(tmp_path / "dense"), **sections))) == []
