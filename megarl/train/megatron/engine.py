@@ -109,21 +109,7 @@ class MegatronEngine:
         self._chunks: list[torch.nn.Module] = list(self._modules)
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
-            self._chunks = [
-                DistributedDataParallel(
-                    module.config,
-                    DistributedDataParallelConfig(
-                        grad_reduce_in_fp32=True,
-                        use_distributed_optimizer=optimizer.distributed,
-                        overlap_grad_reduce=optimizer.overlap_grad_reduce,
-                        bucket_size=None,  # Megatron's own choice
-                    ),
-                    module,
-                )
-                for module in self._modules
-            ]
-            if optimizer.overlap_grad_reduce:
-                overlap_reduction(self._chunks)
+            self._chunks = _reducing(self._modules, optimizer)
             self.optimizer = Optimizer(
                 self._chunks,
                 optimizer,
@@ -131,15 +117,7 @@ class MegatronEngine:
                 total_updates=total_updates,
                 tensors=self._tensor_names(),
             )
-        balance = None
-        if spec.moe is None and engine.moe_aux_loss_coef:
-            raise ModelError(
-                f"moe_aux_loss_coef={engine.moe_aux_loss_coef}, but the model has no experts",
-                where=f"{role}.engine",
-                fix="set moe_aux_loss_coef=0",
-            )
-        if spec.moe is not None and optimizer is not None:
-            balance = ExpertBalance(self._modules, spec, groups, engine.moe_aux_loss_coef)
+        balance = self._expert_balance() if optimizer is not None else None
         self._save: checkpoint.Save | None = None
         self._host_copy: HostCopy | None = None
         self._offloader = offload.Offloader(self._chunks, self.optimizer, device)
@@ -160,6 +138,18 @@ class MegatronEngine:
             shares_prompts=device.layer_implementation == "local" and groups.layout.cp == 1,
             balance=balance,
         )
+
+    def _expert_balance(self) -> ExpertBalance | None:
+        coefficient = self.config.moe_aux_loss_coef
+        if self.spec.moe is not None:
+            return ExpertBalance(self._modules, self.spec, self.groups, coefficient)
+        if coefficient:
+            raise ModelError(
+                f"moe_aux_loss_coef={coefficient}, but the model has no experts",
+                where=f"{self.role}.engine",
+                fix="set moe_aux_loss_coef=0",
+            )
+        return None
 
     # -- passes without gradients ------------------------------------------------------------------------------------
 
@@ -392,3 +382,17 @@ class MegatronEngine:
             gradients_bytes=offload.total_bytes(gradients),
             optimizer_bytes=offload.total_bytes(own_states),
         )
+
+
+def _reducing(modules: Sequence[torch.nn.Module], optimizer: OptimizerConfig) -> list[torch.nn.Module]:
+    """Each module with gradient buffers that are reduced over data parallelism."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=optimizer.distributed,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        bucket_size=None,  # Megatron's own choice
+    )
+    chunks: list[torch.nn.Module] = [DistributedDataParallel(module.config, config, module) for module in modules]
+    if optimizer.overlap_grad_reduce:
+        overlap_reduction(chunks)
+    return chunks
