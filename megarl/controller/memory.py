@@ -37,7 +37,7 @@ class MemoryMeter:
     def watch(self, role: str, kind: str) -> Iterator[None]:
         """Measure a pass of a role: ``KIND_activations``, most above the state, and ``KIND_peak``, all of it."""
         self._passes[f"{role}/{kind}"] += 1
-        if self._passes[f"{role}/{kind}"] != 2 and not self._device.counts_for_nothing:
+        if self._passes[f"{role}/{kind}"] != 2 and not self._device.watching_is_free:
             yield
             return
         self._note_state()

@@ -130,10 +130,10 @@ class Session:
 
     def introduce(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Say what each role runs on and which kernels it found."""
+        peaks = {} if self.forecast is None else self.forecast["peak_flops"]
         for role, group in groups.items():
             ranks: list[Introduction] = group.introduce()
             self.console.note(f"{role}: {len(ranks)} ranks on {ranks[0].device}; {', '.join(ranks[0].kernels)}")
-            peaks = {} if self.forecast is None else self.forecast["peak_flops"]
             self.peak_flops = peak_of(ranks[0].device, peaks)
 
     def load_data(self, source: PromptSource | SftSource) -> None:

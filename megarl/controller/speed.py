@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
@@ -35,10 +36,16 @@ def forward_flops(spec: ModelSpec, lengths: Tensor, *, value_head: bool = False)
     return per_token * float(exact.sum()) + per_token_squared * float(exact.square().sum())
 
 
+@cache
+def _spec(path: Path) -> ModelSpec:
+    """Read once: every step asks, and the file system may be far away."""
+    return load_spec(path)
+
+
 def step_work(config: TrainConfig, lengths: Tensor) -> dict[str, PhaseWork]:
     """Work of the phases of ``controller/step.py`` that a step of sequences of these lengths may have."""
     actor, critic = config.actor.layout.world_size, config.critic
-    forward = forward_flops(load_spec(config.model.path), lengths)
+    forward = forward_flops(_spec(Path(config.model.path)), lengths)
     work = {
         "old_log_probs": PhaseWork(forward, actor),
         "ref_log_probs": PhaseWork(forward, actor),
@@ -46,7 +53,7 @@ def step_work(config: TrainConfig, lengths: Tensor) -> dict[str, PhaseWork]:
     }
     if critic is not None:
         path = Path(config.model.path if critic.path is None else critic.path)
-        forward, ranks = forward_flops(load_spec(path), lengths, value_head=True), critic.layout.world_size
+        forward, ranks = forward_flops(_spec(path), lengths, value_head=True), critic.layout.world_size
         work["values"] = PhaseWork(forward, ranks)
         work["update_critic"] = PhaseWork(UPDATE_FACTOR * critic.epochs * forward, ranks)
     return work
@@ -54,7 +61,7 @@ def step_work(config: TrainConfig, lengths: Tensor) -> dict[str, PhaseWork]:
 
 def sft_work(config: SftConfig, lengths: Tensor) -> dict[str, PhaseWork]:
     """Work of a supervised step."""
-    flops = UPDATE_FACTOR * forward_flops(load_spec(config.model.path), lengths)
+    flops = UPDATE_FACTOR * forward_flops(_spec(Path(config.model.path)), lengths)
     return {"update": PhaseWork(flops, config.actor.layout.world_size)}
 
 

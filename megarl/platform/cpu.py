@@ -375,7 +375,7 @@ class CpuDevice:
     name = "cpu"
     collective_backend = "gloo"
     layer_implementation: LayerImplementation = "local"
-    counts_for_nothing = False
+    watching_is_free = False
 
     @property
     def torch_device(self) -> torch.device:

@@ -33,7 +33,7 @@ class CudaDevice:
     name = "cuda"
     collective_backend = "nccl"
     layer_implementation: LayerImplementation = "transformer_engine"
-    counts_for_nothing = True
+    watching_is_free = True
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

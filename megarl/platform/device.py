@@ -94,7 +94,7 @@ class Device(Protocol):
         """Memory in use."""
         ...
 
-    counts_for_nothing: bool
+    watching_is_free: bool
     """Whether ``watch_pass`` costs nothing, so that every pass can be watched."""
 
     def watch_pass(self, held_bytes: int) -> AbstractContextManager[PassMemory]:
