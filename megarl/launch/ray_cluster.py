@@ -38,16 +38,17 @@ END_S = 6.0
 SILENCE_S = 10.0
 """How long after its time a driver that was told to stop is killed."""
 LOSS_S = 3.0
-"""How long after a failed driver the loss of a node may be noticed that caused it."""
+"""The usual ``loss_s`` of ``run``."""
 
 
-def run(plan: Plan, environment: Mapping[str, str], *, grace_s: float = 15.0) -> Outcome:
+def run(plan: Plan, environment: Mapping[str, str], *, grace_s: float = 15.0, loss_s: float = LOSS_S) -> Outcome:
     """Start the cluster and the driver in it, and end both.
 
     Args:
         plan: commands.
         environment: of this process; children get it with Ray's settings and the token.
         grace_s: time the driver has after a signal that ends it, and after the loss of a node, to end by itself.
+        loss_s: time after a failed driver in which the loss of a node may be noticed that caused it.
 
     Returns:
         The driver's own exit code and cause, or: 3 where the cluster did not come up, 13 where it lost a node, 75 where
@@ -55,8 +56,10 @@ def run(plan: Plan, environment: Mapping[str, str], *, grace_s: float = 15.0) ->
     """
     plan.logs.mkdir(parents=True, exist_ok=True)
     children = Children()
-    # Until the driver runs, a signal has nobody to go to: it ends the launch.
-    children.forward(SIGNALS, None)
+    # Until the driver runs, a signal that ends has nobody to go to: it ends the launch. There is nothing to save then;
+    # the driver inherits being deaf to SIGUSR2 until it can answer.
+    children.forward((*ENDING, signal.SIGUSR1), None)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     ending = (plan.logs / "ending.json").absolute()
     variables = {
         **environment,
@@ -85,7 +88,7 @@ def run(plan: Plan, environment: Mapping[str, str], *, grace_s: float = 15.0) ->
             return _no_cluster(None, plan, children)
         driver = children.start("driver", plan.driver, environment=variables)
         children.forward(SIGNALS, driver)
-        return _attend(children, driver, nodes, plan, ending, variables, grace_s)
+        return _attend(children, driver, nodes, plan, ending, variables, grace_s, loss_s)
     finally:
         # Together with the grace less than the 30 s after which Slurm kills a cancelled job.
         children.end_all(grace_s=min(grace_s, END_S))
@@ -99,6 +102,7 @@ def _attend(
     ending: Path,
     variables: Mapping[str, str],
     grace_s: float,
+    loss_s: float,
 ) -> Outcome:
     """Wait for the first of the driver and the nodes to end; the outcome of the run."""
     first = _wait(children, [driver, *nodes], plan, grace_s=grace_s)
@@ -109,7 +113,7 @@ def _attend(
         children.first_exit([driver], deadline_s=grace_s)
         code = driver.process.poll()
         # Slurm ends a job on all its nodes; whether this process or another node's is told first is chance.
-        if code != 0 and (cancelled := _cancelled(children, code, ending, until=began + LOSS_S)):
+        if code != 0 and (cancelled := _cancelled(children, code, ending, until=began + loss_s)):
             return cancelled
         logger.error("%s", lost)
         return _after_loss(lost, code, read_ending(ending))
@@ -119,7 +123,7 @@ def _attend(
     outcome = of_driver(code, read_ending(ending))
     if outcome.cause is not Cause.RUN:
         return outcome
-    gone = children.first_exit(nodes, deadline_s=LOSS_S)
+    gone = children.first_exit(nodes, deadline_s=loss_s)
     # What a run that is being ended, or is out of time, was doing may fail in any way.
     if cancelled := _cancelled(children, code, ending, until=time.monotonic()):
         return cancelled

@@ -44,6 +44,7 @@ class Children:
         """The latest signal."""
         self.first_s: dict[signal.Signals, float] = {}
         """When each signal came first, in seconds of the monotonic clock."""
+        self._kept: list[signal.Signals] = []
         # Daemons whose parent dies are re-parented to us instead of to init, so that the end of the run finds them.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -76,16 +77,21 @@ class Children:
         return child
 
     def forward(self, signals: Sequence[signal.Signals], target: Child | None) -> None:
-        """Pass these signals on to a child as they come; without one they are only remembered in ``received``."""
+        """Pass these signals on to a child as they come; without one they are kept, and a later child gets them."""
 
         def handler(number: int, frame: FrameType | None) -> None:
             self.received = signal.Signals(number)
             self.first_s.setdefault(self.received, time.monotonic())
-            if target is not None and target.process.poll() is None:
+            if target is None:
+                self._kept.append(self.received)
+            elif target.process.poll() is None:
                 target.process.send_signal(number)
 
         for number in signals:
             signal.signal(number, handler)
+        # Between the start of a child and here lies time in which a signal may have come.
+        while target is not None and self._kept:
+            target.process.send_signal(self._kept.pop(0))
 
     def first_exit(self, children: Sequence[Child], *, deadline_s: float | None = None) -> Child | None:
         """Wait until one of the children ends; None when the deadline passes first."""

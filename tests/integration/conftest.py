@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import slurm_cluster
 from tests.integration.runs import ROOT, finished
 
 
@@ -23,3 +24,12 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(script, cwd=ROOT, env=environment, check=True)
     options = [f"model.path={place / 'model'}", f"data.train.0.path={chats}", "logging.console=plain"]
     return finished("sft", "sft_tiny", place / "sft", *options, timeout_s=500).directory / "hf"
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory):
+    """A real Slurm of two nodes; each test's jobs have folders of their own."""
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=2) as cluster:
+        yield cluster

@@ -48,14 +48,6 @@ SFT = "COMMAND=sft PRESET=sft_tiny"
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory):
-    if reason := slurm_cluster.why_not():
-        pytest.skip(reason)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=2) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("inputs")
     model = write_model(folder / "model")

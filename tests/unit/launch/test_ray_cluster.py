@@ -25,7 +25,7 @@ def shell(name):
 plan = Plan(Allocation(7, "try", ("n1", "n2"), cpus=1, gpus=0), "10.0.0.1:20000", folder / "logs", ("true",),
             head=shell("head"), workers=shell("workers"), barrier=shell("barrier"), driver=shell("driver"),
             stop_within_s=given["stop_within_s"])
-outcome = run(plan, dict(os.environ), grace_s=2.0)
+outcome = run(plan, dict(os.environ), grace_s=1.5, loss_s=given["loss_s"])
 print(json.dumps([outcome.code, outcome.cause.value, outcome.text]))
 """
 
@@ -44,6 +44,7 @@ class Job:
             "barrier": "echo 2 nodes joined",
             "driver": "true",
             "stop_within_s": None,
+            "loss_s": 0.2,
         }
         arguments = [sys.executable, "-c", JOB, str(folder), json.dumps(given | commands)]
         self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
@@ -122,7 +123,7 @@ def test_a_process_that_died_with_its_node_is_the_nodes_failure(
 
 def test_a_driver_that_fails_because_its_node_is_going_is_the_nodes_failure(start):
     workers = 'while [[ ! -e "$1/failed" ]]; do sleep 0.05; done; sleep 0.5; exit 1'
-    code, cause, text = start(workers=workers, driver='touch "$1/failed"; exit 12').outcome()
+    code, cause, text = start(workers=workers, driver='touch "$1/failed"; exit 12', loss_s=10.0).outcome()
     assert (code, cause) == (13, "node") and text.startswith("lost a node among n2")
 
 
@@ -167,7 +168,7 @@ def test_a_signal_to_end_is_the_drivers_and_after_a_grace_the_launchers(start):
 @pytest.mark.parametrize("code", [143, 15])
 def test_a_cancelled_job_has_lost_no_node_though_the_node_ends_first(start, code: int):
     workers = f'while [[ ! -e "$1/up" ]]; do sleep 0.05; done; {READY}exit 1'
-    job = start(workers=workers, driver=f"trap 'exit {code}' TERM; touch \"$1/up\"; {WAIT}")
+    job = start(workers=workers, driver=f"trap 'exit {code}' TERM; touch \"$1/up\"; {WAIT}", loss_s=10.0)
     time.sleep(0.5)
     job.send(signal.SIGTERM)
     assert job.outcome()[:2] == (143, "cancel")
