@@ -46,6 +46,7 @@ def _training(role: str) -> tuple[Switch, ...]:
         Switch(f"{optimizer}.beta2", f"{optimizer}.kind", *adam),
         Switch(f"{optimizer}.eps", f"{optimizer}.kind", *adam),
         Switch(f"{optimizer}.momentum", f"{optimizer}.kind", _equals("sgd", "muon"), "kind sgd or muon"),
+        Switch(f"{role}.engine.fp8_recipe", f"{role}.engine.fp8", lambda fp8: fp8 is not None, "an fp8 format"),
         Switch(f"{role}.engine.offload", "cluster.device", _equals("cuda"), "device cuda"),
     )
 

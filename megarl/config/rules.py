@@ -8,6 +8,7 @@ was expected of them. Values and origins are looked up by key, so a message cann
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 
@@ -125,14 +126,31 @@ def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
     """The cap of a microbatch is never exceeded, so the longest sequence must fit into it, with its padding."""
     longest, lengths = _longest(config)
     for role, part in _trained(config):
-        cp = part.layout.cp
-        needed = longest if cp == 1 else -(-longest // (2 * cp)) * 2 * cp
+        layout, engine = part.layout, part.engine
+        ranks = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        multiple = math.lcm(2 * layout.cp if layout.cp > 1 else 1, ranks * engine.fp8_multiple)
+        needed = -(-longest // multiple) * multiple
+        why = [f"{role}.layout.cp"] if layout.cp > 1 else []
+        why += [f"{role}.layout.sequence_parallel"] if layout.sequence_parallel else []
+        why += [f"{role}.engine.fp8"] if engine.fp8 is not None else []
         for name in ("microbatch_tokens", "inference_microbatch_tokens"):
-            cap = getattr(part.engine, name)
+            cap = getattr(engine, name)
             if cap is not None and cap < needed:
-                keys = (f"{role}.engine.{name}", *lengths, *([f"{role}.layout.cp"] if cp > 1 else []))
-                padded = f" padded to a multiple of {2 * cp}" if cp > 1 else ""
-                yield Breach(keys, f"at least {needed}, the longest sequence{padded}")
+                padded = f" padded to a multiple of {multiple}" if why else ""
+                yield Breach(
+                    (f"{role}.engine.{name}", *lengths, *why), f"at least {needed}, the longest sequence{padded}"
+                )
+
+
+def fp8_multiplies_bfloat16(config: AnyConfig) -> Iterator[Breach]:
+    """Transformer Engine's FP8 runs on GPUs, between bfloat16 weights and activations."""
+    for role, part in _trained(config):
+        if part.engine.fp8 is None:
+            continue
+        if config.cluster.device == "cpu":
+            yield Breach((f"{role}.engine.fp8", "cluster.device"), "null on device cpu")
+        if part.engine.dtype != "bfloat16":
+            yield Breach((f"{role}.engine.fp8", f"{role}.engine.dtype"), "dtype bfloat16 with FP8")
 
 
 def _longest(config: AnyConfig) -> tuple[int, tuple[str, ...]]:
@@ -314,6 +332,7 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     decay_has_an_end,
     only_adam_is_sharded,
     microbatch_holds_longest_sequence,
+    fp8_multiplies_bfloat16,
     device_has_its_gpus,
     roles_fit_the_cluster,
     held_out_is_held_out,

@@ -19,7 +19,8 @@ from megarl.models import ModelSpec, load_spec
 from megarl.planning import configuration
 from megarl.planning.finding import Finding, errors, exit_code
 from megarl.planning.forecast import check_memory, forecast
-from megarl.planning.gpus import gpu_named
+from megarl.planning.fp8 import check_fp8
+from megarl.planning.gpus import Gpu, gpu_named
 from megarl.planning.inputs import check_data, check_reward, check_setup
 from megarl.planning.model_files import check_tokenizer, check_weights
 from megarl.planning.model_fit import check_specs
@@ -111,12 +112,14 @@ def _check(diagnosis: Diagnosis, config: TrainConfig | SftConfig, broken: frozen
         diagnosis.findings += [found for found in findings if not touches(found.key.partition("=")[0], broken)]
 
     specs = _read_specs(diagnosis, config, broken)
+    gpu = gpu_named(around.gpu) if config.cluster.device == "cuda" else None
     if specs is not None:
         keep(check_specs(config, *specs))
+        keep(check_fp8(config, *specs, gpu))
     keep(check_batch(config))
     keep(check_placement(config, around.nodes))
     if specs is not None:
-        keep(_memory(diagnosis, config, specs, around))
+        keep(_memory(diagnosis, config, specs, gpu, around))
         keep(_files(config, *specs))
         keep(check_disk(config, *specs))
     keep(check_data(config))
@@ -126,9 +129,12 @@ def _check(diagnosis: Diagnosis, config: TrainConfig | SftConfig, broken: frozen
 
 
 def _memory(
-    diagnosis: Diagnosis, config: TrainConfig | SftConfig, specs: tuple[ModelSpec, ModelSpec], around: Surroundings
+    diagnosis: Diagnosis,
+    config: TrainConfig | SftConfig,
+    specs: tuple[ModelSpec, ModelSpec],
+    gpu: Gpu | None,
+    around: Surroundings,
 ) -> list[Finding]:
-    gpu = gpu_named(around.gpu) if config.cluster.device == "cuda" else None
     try:
         expected = forecast(config, *specs, gpu)
     except LayoutError:  # reported by the checks of the model

@@ -27,6 +27,8 @@ class Gpu:
         network_bytes_per_s: to another node, one direction, a GPU's share.
         host_bytes_per_s: to host memory, one direction.
         sources: where each number is from.
+        fp8_recipes: of ``engine.fp8_recipe``, those it can: FP8 from compute capability 9.0, mxfp8 from 10.0
+            (Transformer Engine 2.20.2, pytorch/quantization.py).
     """
 
     name: str
@@ -37,6 +39,7 @@ class Gpu:
     network_bytes_per_s: float
     host_bytes_per_s: float
     sources: tuple[str, ...]
+    fp8_recipes: tuple[str, ...] = ("blockwise", "tensorwise")
 
 
 _TABLE = (
@@ -67,6 +70,7 @@ GPUS: dict[str, Gpu] = {
                 "NVIDIA A100 data sheet (SXM4 80 GB: 2,039 GB/s, 312 TFLOPS dense, NVLink 600 GB/s, PCIe 4.0 x16)",
                 "network: one 200 Gb/s adapter a GPU, as in DGX A100",
             ),
+            fp8_recipes=(),
         ),
         Gpu(
             "b200", 180 * 10**9, 2250e12, 8.0e12, 900e9, 50e9, 64e9,
@@ -76,6 +80,7 @@ GPUS: dict[str, Gpu] = {
                 _TABLE,
                 _PCIE5,
             ),
+            fp8_recipes=("blockwise", "tensorwise", "mxfp8"),
         ),
         Gpu(
             "h20", 96 * 10**9, 148e12, 4.0e12, 450e9, 50e9, 64e9,

@@ -102,7 +102,10 @@ def rank_memory(
     )
     cap = engine.microbatch_tokens
     inference_cap = cap if engine.inference_microbatch_tokens is None else engine.inference_microbatch_tokens
-    kept = Activations(spec, layout, engine.dtype, layers, value_head=value_head)
+    is_fp8 = engine.fp8 is not None
+    kept = Activations(spec, layout, engine.dtype, layers, value_head=value_head, is_fp8=is_fp8)
+    # Copies of weights that a pass multiplies by: one for the way forward and a transposed one for the way back.
+    copies = quantized_elements(spec, layout, stage) if is_fp8 else 0
     training = kept.training(
         cap if training_tokens is None else training_tokens,
         stage=stage,
@@ -115,7 +118,7 @@ def rank_memory(
         stage=stage,
         chunk_tokens=engine.logits_chunk_tokens,
     )
-    return RankMemory(state, training if trained else 0, inference)
+    return RankMemory(state, training + 2 * copies if trained else 0, inference + copies)
 
 
 def worst_stage(
@@ -215,11 +218,19 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+@lru_cache(maxsize=64)
+def quantized_elements(spec: ModelSpec, layout: ParallelLayout, stage: int) -> int:
+    """Elements of a rank's matrices that are multiplied in FP8: those of attention and feed-forward parts."""
+    shapes = parameter_shapes(megatron_regions(spec, layout, Coordinate(pp=stage)))
+    return sum(math.prod(shape) for name, shape in shapes.items() if ".linear_" in name and name.endswith(".weight"))
+
+
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Bytes of activations of one rank.
 
-    ``layer_bytes`` counts what autograd keeps of a layer, the others what is alive beside it.
+    ``layer_bytes`` counts what autograd keeps of a layer, the others what is alive beside it. With ``is_fp8`` what goes
+    into a matrix product is kept in one byte.
     """
 
     spec: ModelSpec
@@ -227,6 +238,7 @@ class Activations:
     dtype: str
     layers: Layers
     value_head: bool = False
+    is_fp8: bool = False
 
     def training(self, tokens: int, *, stage: int, recompute: str, num_microbatches: int, chunk_tokens: int) -> int:
         """Peak of a forward-backward pass over microbatches of this many tokens, in bytes, above the state.
@@ -283,9 +295,13 @@ class Activations:
         norms = query + key if self.spec.qk_norm else 0
         if self.layers == "transformer_engine":
             # Input and output of both norms; queries, keys, values and their result; gate and up, and their product.
-            return width * (4 * hidden + 2 * query + 2 * key + norms + ffn) + _F32 * (
-                heads + 2 * hidden / self.spec.hidden_size
-            )
+            elements = 4 * hidden + 2 * query + 2 * key + norms + ffn
+            statistics = _F32 * (heads + 2 * hidden / self.spec.hidden_size)
+            if self.is_fp8:
+                # Outputs of norms and the product of gate and up; the result of attention twice, once as it is.
+                multiplied = 2 * hidden + ffn / 3
+                return width * (elements - multiplied) + multiplied + query + statistics
+            return width * elements + statistics
         rotary = 4 * self.spec.head_dim * width
         statistics = _F32 * (heads + 2)
         if self.dtype == "float32":

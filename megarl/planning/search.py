@@ -16,6 +16,7 @@ from megarl.errors import ConfigError, LayoutError
 from megarl.models import ModelSpec
 from megarl.planning.finding import errors
 from megarl.planning.forecast import forecast
+from megarl.planning.fp8 import check_fp8
 from megarl.planning.gpus import GIB, Gpu
 from megarl.planning.model_fit import check_specs
 from megarl.planning.step_time import Placement, StepTime, Workload, step_time
@@ -217,7 +218,7 @@ def _candidates(
 
 def _judge(config: TrainConfig, spec: ModelSpec, gpu: Gpu, work: Workload) -> str | None:
     """The first reason that rules a candidate out before its memory is looked at."""
-    if problems := errors(check_specs(config, spec, spec)):
+    if problems := errors([*check_specs(config, spec, spec), *check_fp8(config, spec, spec, gpu)]):
         return f"{problems[0].key}: {problems[0].problem}"
     rows = work.sequences / work.updates * work.epochs
     dp, replicas = config.actor.layout.dp, config.rollout.replicas

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.errors import SetupError
 from megarl.platform import env, gloo
 from megarl.platform.device import Introduction, LayerImplementation, MemoryUse, PassMemory
 from megarl.platform.live_memory import LiveMemory
@@ -389,6 +390,12 @@ class CpuDevice:
 
     def prepare_megatron(self) -> None:
         adapt_megatron()
+
+    def check_fp8(self, recipe: str) -> None:
+        """Raises SetupError: Transformer Engine multiplies on GPUs only."""
+        raise SetupError(
+            "FP8 needs a GPU with Transformer Engine", where="device cpu", fix="set engine.fp8=null, or use device cuda"
+        )
 
     def synchronize(self) -> None:
         """Nothing is queued."""

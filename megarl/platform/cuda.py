@@ -25,6 +25,12 @@ from megarl.platform.packages import fused_kernels, has_transformer_engine, impo
 
 # Place of the device's index among the arguments of ``rebuild_cuda_tensor``.
 _DEVICE_ARGUMENT = 6
+# Functions of transformer_engine.pytorch (quantization.py in 2.20.2).
+_FP8_QUESTIONS = {
+    "blockwise": "is_fp8_block_scaling_available",
+    "tensorwise": "is_fp8_available",
+    "mxfp8": "is_mxfp8_available",
+}
 
 
 class CudaDevice:
@@ -75,6 +81,26 @@ class CudaDevice:
         # Megatron-Core reads it when tensor-parallel communication overlaps with computation; Blackwell needs no limit.
         env.set_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
         import_megatron()
+
+    def check_fp8(self, recipe: str) -> None:
+        """Ask Transformer Engine. Raises SetupError with its reason."""
+        try:
+            from transformer_engine import pytorch as te
+
+            ask = getattr(te, _FP8_QUESTIONS[recipe])
+        except (ImportError, AttributeError) as error:
+            raise SetupError(
+                f"Transformer Engine has no FP8 with {recipe} scales ({error})",
+                where=f"engine.fp8_recipe={recipe}",
+                fix="install the version of 'megarl[gpu]', or set engine.fp8=null",
+            ) from error
+        is_available, reason = ask(return_reason=True)
+        if not is_available:
+            raise SetupError(
+                f"{torch.cuda.get_device_name(self.torch_device)} cannot: {reason}",
+                where=f"engine.fp8_recipe={recipe}",
+                fix="choose another engine.fp8_recipe, or engine.fp8=null",
+            )
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

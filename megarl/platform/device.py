@@ -78,6 +78,10 @@ class Device(Protocol):
         """Import Megatron-Core and make it run here; once per process, later calls do nothing. Raises SetupError."""
         ...
 
+    def check_fp8(self, recipe: str) -> None:
+        """Raises SetupError where matrices cannot be multiplied in FP8 with this recipe of Transformer Engine's."""
+        ...
+
     def synchronize(self) -> None:
         """Wait for everything this process has queued."""
         ...

@@ -27,7 +27,7 @@ def groups(tmp_path) -> Iterator[object]:
     bootstrap.stop()
 
 
-def make(groups, dtype="bfloat16"):
+def make(groups, dtype="bfloat16", **engine):
     from dataclasses import replace
 
     from megarl.config.schema.train import EngineConfig, OptimizerConfig
@@ -35,14 +35,15 @@ def make(groups, dtype="bfloat16"):
     from megarl.train.megatron.engine import MegatronEngine
 
     # Transformer Engine's fused attention wants head dims in multiples of eight and at least sixteen.
-    spec = replace(QWEN2, hidden_size=128, head_dim=32)
+    # FP8 wants every side in multiples of sixteen.
+    spec = replace(QWEN2, hidden_size=128, head_dim=32, ffn_hidden_size=288)
     return MegatronEngine(
         "actor",
         spec,
         None,
         groups,
         get_device("cuda"),
-        EngineConfig(dtype=dtype, microbatch_tokens=64, offload=True),
+        EngineConfig(dtype=dtype, microbatch_tokens=64, offload=True, **engine),
         OptimizerConfig(lr=1e-3),
     )
 
@@ -85,3 +86,44 @@ def test_offload_frees_the_device_and_changes_nothing(groups):
     engine.onload()
     torch.testing.assert_close(engine.log_probs(batch)["log_probs"].values, expected, rtol=0, atol=0)
     assert engine.update_policy(batch, policy_update(), rows) is not None
+
+
+def has_fp8() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@pytest.mark.skipif(not has_fp8(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_fp8_is_near_bfloat16_and_leaves_weights_in_it(groups, recipe):
+    from tests.distributed.engines import policy_update, recorded_batch
+
+    plain, engine = make(groups), make(groups, fp8="hybrid", fp8_recipe=recipe)
+    batch = recorded_batch(engine.spec.vocab_size)
+    expected, found = (one.log_probs(batch)["log_probs"].values for one in (plain, engine))
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.2)
+    assert engine.update_policy(batch, policy_update(), [list(range(len(batch)))]) is not None
+    again = engine.log_probs(batch)["log_probs"].values
+    assert not torch.equal(again, found)  # of the weights after the update, not of copies made before it
+    pieces = [piece for _, piece in engine.pieces()]
+    assert {piece.dtype for piece in pieces} == {torch.bfloat16} and all(map(torch.isfinite, map(torch.sum, pieces)))
+    assert all(not module._fp8_workspaces for module in engine._parts.quantizing) and engine._parts.quantizing
+
+
+@pytest.mark.skipif(not has_fp8(), reason="needs a GPU of compute capability 9.0")
+def test_a_block_scaled_log_prob_does_not_depend_on_its_pack(groups):
+    from tests.distributed.engines import recorded_batch
+
+    engine = make(groups, fp8="e4m3")
+    batch = recorded_batch(engine.spec.vocab_size)
+    together = engine.log_probs(batch)["log_probs"]
+    alone = [engine.log_probs(batch.select([row]))["log_probs"][0] for row in range(len(batch))]
+    torch.testing.assert_close(together.values, torch.cat(alone), rtol=0, atol=5e-3)
+
+
+@pytest.mark.skipif(has_fp8() or not torch.cuda.is_available(), reason="needs an older GPU")
+def test_fp8_is_refused_on_an_older_gpu(groups):
+    from megarl.errors import SetupError
+
+    with pytest.raises(SetupError, match="cannot"):
+        make(groups, fp8="hybrid")

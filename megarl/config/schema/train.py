@@ -68,6 +68,12 @@ class EngineConfig(StrictModel):
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of weights and activations. Gradients are accumulated and reduced in float32 either way."""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Multiply in FP8 in the layers (Transformer Engine): e4m3 in both directions, or hybrid with e5m2 for gradients.
+    Weights stay bfloat16, so exports, updates and checkpoints are as without; the head multiplies in bfloat16."""
+    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8"] = "blockwise"
+    """What shares a scale: blocks of 128 tokens or features (Hopper and later), whole tensors, or blocks of 32 (mxfp8,
+    Blackwell). Block scales do not depend on what else is in a microbatch, in the forward pass."""
     microbatch_tokens: int = Field(16384, ge=1)
     """Most tokens (prompt and response) of one microbatch on one data-parallel rank, never exceeded, in training."""
     inference_microbatch_tokens: int | None = Field(None, ge=1)
@@ -81,3 +87,13 @@ class EngineConfig(StrictModel):
     experts get as many tokens, averaged over the minibatch's sequences and summed over layers."""
     offload: bool = False
     """Move weights, gradients and optimizer state to host memory between phases (colocated roles on GPU)."""
+
+    @property
+    def fp8_multiple(self) -> int:
+        """Sides of every matrix that is multiplied in FP8 are multiples of it; 1 without FP8.
+
+        Megatron-Core's ``get_fp8_align_size`` (fp8_utils.py): 16 for the kernels, 32 for the blocks of mxfp8.
+        """
+        if self.fp8 is None:
+            return 1
+        return 32 if self.fp8_recipe == "mxfp8" else 16

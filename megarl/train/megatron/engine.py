@@ -27,7 +27,7 @@ from megarl.observability.metrics import Metrics
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import Device
 from megarl.train.engine import Moved, PolicyUpdate, StateSummary, ValueUpdate
-from megarl.train.megatron import checkpoint, export, offload, step
+from megarl.train.megatron import acceleration, checkpoint, export, offload, step
 from megarl.train.megatron import microbatch as mb
 from megarl.train.megatron.balance import ExpertBalance
 from megarl.train.megatron.checkpoint_writer import HostCopy
@@ -98,7 +98,13 @@ class MegatronEngine:
         self._source_dir = model_dir if source_dir is None else source_dir
         self._dtype = _DTYPES[engine.dtype]
         self._modules = build_model(
-            spec, groups, device=device, dtype=self._dtype, head=head, recompute=engine.recompute
+            spec,
+            groups,
+            device=device,
+            dtype=self._dtype,
+            head=head,
+            recompute=engine.recompute,
+            options=acceleration.options(engine, spec, groups.layout, device),
         )
         params = named_parameters(self._modules)
         self._naming = detect_naming(params)
@@ -133,6 +139,8 @@ class MegatronEngine:
             pp_size=groups.layout.pp,
             device=device.torch_device,
             cost=SequenceCost(*spec.sequence_cost(value_head=self.is_value)),
+            token_unit=engine.fp8_multiple,
+            quantizing=acceleration.quantizing_modules(self._modules),
             # Our core attention does; Transformer Engine's takes sequences one after another only, and context-parallel
             # ranks share out the tokens of each.
             shares_prompts=device.layer_implementation == "local" and groups.layout.cp == 1,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megarl.algorithms.context_parallel import whole_rows
 from megarl.data.balance import SequenceCost
 from megarl.data.batch import Batch
+from megarl.train.megatron.acceleration import drop_quantized
 from megarl.train.megatron.attention import SharedSequences
 from megarl.train.megatron.balance import ExpertBalance, routed_tokens
 from megarl.train.megatron.heads import vocab_log_probs
@@ -83,6 +84,8 @@ class ModelParts:
         pp_size: pipeline stages.
         device: where tensors live.
         cost: of a sequence.
+        token_unit: the tokens of a rank, of its share of them under sequence parallelism, are a multiple of it.
+        quantizing: modules that keep FP8 copies of weights while a pass lasts.
         shares_prompts: the core attention takes rows with a prompt in common (``SharedSequences``).
         balance: of the experts; None in a dense model, and in one that is not trained.
     """
@@ -98,6 +101,8 @@ class ModelParts:
     pp_size: int
     device: torch.device
     cost: SequenceCost
+    token_unit: int = 1
+    quantizing: Sequence[nn.Module] = ()
     shares_prompts: bool = False
     balance: ExpertBalance | None = None
 
@@ -105,7 +110,7 @@ class ModelParts:
     def token_multiple(self) -> int:
         """Tokens of a microbatch are padded to a multiple of it."""
         ranks = self.context.size * (self.tp_group.size() if self.sequence_parallel else 1)
-        return math.lcm(self.context.unit, ranks)
+        return math.lcm(self.context.unit, ranks * self.token_unit)
 
     @property
     def context(self) -> ContextSlice:
@@ -232,18 +237,21 @@ def _run(
     is_interleaved = len(parts.chunks) > 1
     if is_interleaved:
         microbatches = level(microbatches, parts.context)
-    return list(
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            # Every virtual stage sees every microbatch.
-            data_iterator=[iter(microbatches) for _ in parts.chunks] if is_interleaved else iter(microbatches),
-            model=list(parts.chunks),
-            num_microbatches=len(microbatches),
-            seq_length=max(microbatch.num_tokens for microbatch in microbatches),
-            micro_batch_size=1,
-            **options,
+    try:
+        return list(
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                # Every virtual stage sees every microbatch.
+                data_iterator=[iter(microbatches) for _ in parts.chunks] if is_interleaved else iter(microbatches),
+                model=list(parts.chunks),
+                num_microbatches=len(microbatches),
+                seq_length=max(microbatch.num_tokens for microbatch in microbatches),
+                micro_batch_size=1,
+                **options,
+            )
         )
-    )
+    finally:
+        drop_quantized(parts.quantizing)
 
 
 def packed_seq_params(microbatch: Microbatch) -> PackedSeqParams:

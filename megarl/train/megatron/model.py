@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -53,6 +53,7 @@ def build_model(
     dtype: torch.dtype,
     head: Head = "lm",
     recompute: Recompute = "none",
+    options: Mapping[str, Any] | None = None,
 ) -> list[Chunk]:
     """This rank's model chunks, on the device, with unset weights (norms one, value head zero).
 
@@ -63,13 +64,14 @@ def build_model(
         dtype: dtype of weights and activations, float32 or bfloat16. A value head is float32.
         head: ``lm`` for a policy, ``value`` for a critic.
         recompute: activation recompute: none, core attention only, or whole layers.
+        options: further ones of Megatron-Core's TransformerConfig (``acceleration.py``).
 
     Raises:
         LayoutError: the model does not divide into the layout.
         ModelError: Megatron-Core cannot represent an option of the spec.
     """
     layout = groups.layout
-    config = transformer_config(spec, layout, device=device, dtype=dtype, recompute=recompute)
+    config = transformer_config(spec, layout, device=device, dtype=dtype, recompute=recompute, options=options)
     chunks = []
     for index in range(layout.vpp):
         layers = layout.layers_of_stage(spec.num_layers, groups.coordinate.pp, index)
@@ -90,7 +92,13 @@ def named_parameters(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
 
 
 def transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, *, device: Device, dtype: torch.dtype, recompute: Recompute = "none"
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    device: Device,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    options: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """Megatron-Core's configuration of the model in the layout. Raises what ``build_model`` raises."""
     layout.check_split(spec.split_rows)
@@ -153,6 +161,7 @@ def transformer_config(
             # Virtual stages free what they still send; gloo sends from that memory, NCCL's allocator keeps it.
             deallocate_pipeline_outputs=layout.pp > 1 and (on_gpu or layout.vpp == 1),
             batch_p2p_sync=on_gpu,
+            **({} if options is None else options),
         )
 
 

@@ -33,6 +33,8 @@ EFFECT_CASES = {
     "critic.optimizer.beta2": ("0.99", None),
     "critic.optimizer.eps": ("1e-6", None),
     "actor.engine.offload": ("true", GPU),
+    "actor.engine.fp8_recipe": ("tensorwise", [*GPU, "actor.engine.fp8=hybrid"]),
+    "critic.engine.fp8_recipe": ("mxfp8", [*GPU, "critic.engine.fp8=e4m3"]),
     "critic.optimizer.schedule.decay_steps": ("5", ["critic.optimizer.schedule.kind=cosine"]),
     "critic.optimizer.schedule.min_lr": (
         "1e-8",

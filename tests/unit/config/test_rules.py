@@ -10,6 +10,7 @@ from megarl.errors import ConfigError
 from tests.unit.config.layout_rules import CRITIC, LAYOUT_CASES
 
 GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
+TP = ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"]
 LINEAR = "actor.optimizer.schedule.kind=linear"
 WSD = "actor.optimizer.schedule.kind=wsd"
 SGD = "actor.optimizer.kind=sgd"
@@ -66,6 +67,24 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             "actor.engine.inference_microbatch_tokens",
             ["actor.engine.inference_microbatch_tokens=2047"],
             ["actor.engine.inference_microbatch_tokens=2048"],
+        ),
+        (
+            "actor.engine.microbatch_tokens",
+            [*GPU, "actor.engine.fp8=hybrid", "data.max_prompt_tokens=1025", "actor.engine.microbatch_tokens=2063"],
+            [*GPU, "actor.engine.fp8=hybrid", "data.max_prompt_tokens=1025", "actor.engine.microbatch_tokens=2064"],
+        ),
+        (
+            "actor.engine.microbatch_tokens",
+            [*TP, "data.max_prompt_tokens=1025", "actor.engine.microbatch_tokens=2049"],
+            [*TP, "data.max_prompt_tokens=1025", "actor.engine.microbatch_tokens=2050"],
+        ),
+    ],
+    "fp8_multiplies_bfloat16": [
+        ("actor.engine.fp8", ["actor.engine.fp8=e4m3"], [*GPU, "actor.engine.fp8=e4m3"]),
+        (
+            "critic.engine.fp8",
+            [*GPU, *CRITIC, "critic.engine.fp8=e4m3", "critic.engine.dtype=float32"],
+            [*GPU, *CRITIC, "critic.engine.fp8=e4m3"],
         ),
     ],
     "device_has_its_gpus": [

@@ -128,6 +128,18 @@ BROKEN = {
     "heads of a critic": Broken(
         "critic.layout.tp", "found 8", "set critic.layout.tp to one of 1, 2, 4", critic("+critic.layout.tp=8")
     ),
+    "FP8 of another GPU": Broken(
+        "actor.engine.fp8_recipe", "H100 cannot multiply in FP8 with mxfp8", "one of blockwise, tensorwise",
+        ("actor.engine.fp8=e4m3", "actor.engine.fp8_recipe=mxfp8"),
+    ),
+    "a GPU without FP8": Broken(
+        "actor.engine.fp8_recipe", "A100 cannot multiply in FP8", "set actor.engine.fp8=null",
+        ("actor.engine.fp8=e4m3",), around=Surroundings(gpu="a100"),
+    ),
+    "rows that FP8 does not take": Broken(
+        "critic.engine.fp8", "multiple of 16 feed-forward rows on a rank, found 130", "critic.engine.fp8=null",
+        critic("critic.engine.fp8=e4m3"), config_with(intermediate_size=130),
+    ),
     "positions": Broken("rollout.max_model_len", "at most 2048", "shorten", ("rollout.sampling.max_tokens=2000",)),
     "another vocabulary of the critic": Broken(
         "critic.path", "vocabulary of 512", "policy's family", critic("critic.path=CRITIC"),

@@ -67,6 +67,30 @@ def test_moments_and_the_copy_of_a_background_save_follow_the_optimizer():
     assert copied == pytest.approx(14, rel=0.02) if config.cluster.num_nodes == 1 else copied < 14
 
 
+def test_fp8_halves_what_goes_into_products_and_adds_copies_of_weights():
+    spec = known_spec("Llama-3.1-8B")
+    sections = ["actor.engine.recompute=none", "algorithm.kl.where=loss"]
+    plain, fp8 = (
+        forecast(load_train("grpo_7b", [*sections, f"actor.engine.fp8={value}"]).config, spec, spec, H100)
+        for value in ("null", "hybrid")
+    )
+    config = load_train("grpo_7b", sections).config
+    layout = config.actor.layout.grid()
+    assert layout.pp == 1
+    hidden, ffn, qkv = spec.hidden_size, spec.ffn_hidden_size, spec.query_size + 2 * spec.kv_size
+    matrices = spec.num_layers * hidden * (qkv + spec.query_size + 3 * ffn) // layout.tp
+    found, before = fp8.ranks["actor"], plain.ranks["actor"]
+    assert (
+        found["inference"] - before["inference"]
+        == fp8.ranks["reference"]["inference"] - before["inference"]
+        == matrices
+    )
+    assert all(found[part] == before[part] for part in ("weights", "gradients", "optimizer"))
+    share = hidden // (layout.tp if layout.sequence_parallel else 1)
+    saved = config.actor.engine.microbatch_tokens * spec.num_layers * (2 * share + (ffn - spec.query_size) // layout.tp)
+    assert before["training"] - found["training"] == pytest.approx(saved - 2 * matrices, abs=4)
+
+
 def test_split_roles_do_not_meet():
     keys = ["cluster.placement=split", "cluster.num_nodes=2", "actor.engine.offload=false"]
     config, spec = load_train("grpo_7b", keys).config, known_spec("Qwen2.5-7B")
