@@ -70,7 +70,7 @@ class Intake:
         """The tensor being received or written, for messages."""
         self._inlets: dict[int, Inlet] = {}
         self._network: Network | None = None
-        self._ranks = membership.network_ranks
+        self._ranks, self._names = membership.network_ranks, membership.names
         timeout_s = membership.timeout_s
         deadline = time.monotonic() + timeout_s
         self._board = Board.join(membership.board, timeout_s)
@@ -79,7 +79,7 @@ class Intake:
                 name = membership.names[source]
                 self._inlets[source] = Inlet(sockets[source], rank, name, self._board, sharing, timeout_s=timeout_s)
             # Before the group is joined, which could not be left if another end failed meanwhile.
-            agree(self._board, program, rank, sends=False, deadline=deadline)
+            agree(self._board, program, rank, membership.names, sends=False, deadline=deadline)
             if membership.network_rank is not None:
                 self._network = Network(
                     self._board,
@@ -88,9 +88,10 @@ class Intake:
                     backend=backend_of(torch.device(device)),
                     timeout_s=max(1.0, deadline - time.monotonic()),
                 )
-        except TransportError as error:
-            if not error.from_peer:
-                self._board.fail(f"weight update failed on {who} in phase connect: {error.cause}")
+        except Exception as error:  # whatever it is, the others must not wait for the rest
+            cause = error.cause if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
+            if not (isinstance(error, TransportError) and error.from_peer):
+                self._board.fail(f"weight update failed on {who} in phase connect: {cause}")
             self.close()
             raise
         self._remote = [bucket for bucket in program.buckets if bucket.kind == WIRE]
@@ -110,7 +111,7 @@ class Intake:
         """
         totals: dict[str, int] = {}
         remote = iter(enumerate(self._remote))
-        ahead = self._start(remote)
+        ahead = self._start(remote, deadline)
         for bucket in self.program.buckets:
             self.tensor = bucket.items[0].region.tensor
             if bucket.kind == HOST:
@@ -120,8 +121,8 @@ class Intake:
             else:
                 assert self._network is not None and ahead is not None
                 transfer, buffer = ahead
-                self._network.wait(transfer, deadline=deadline)
-                ahead = self._start(remote)
+                self._network.wait(transfer)
+                ahead = self._start(remote, deadline)
             sums: list[Sum] = []
             for item in bucket.items:
                 self.tensor = item.region.tensor
@@ -148,7 +149,7 @@ class Intake:
             self._network.close()
         self._inlets, self._network = {}, None
 
-    def _start(self, remote: Iterator[tuple[int, Bucket]]) -> tuple[Transfer, Tensor] | None:
+    def _start(self, remote: Iterator[tuple[int, Bucket]], deadline: float) -> tuple[Transfer, Tensor] | None:
         """Begin to receive the next bucket from the network."""
         following = next(remote, None)
         if following is None:
@@ -156,7 +157,8 @@ class Intake:
         index, bucket = following
         assert self._network is not None
         buffer = self._buffers[index % 2, : bucket.num_bytes]
-        return self._network.receive(buffer, self._ranks[bucket.source], bucket.number), buffer
+        peer, name = self._ranks[bucket.source], self._names[bucket.source]
+        return self._network.receive(buffer, peer, bucket.number, name=name, deadline=deadline), buffer
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """The trainer's end of a weight update, in the process that holds the parameters.
 
 Invariants:
-1. Beside the parameters a sender holds two buckets: one is packed while the other is under way.
+1. Beside the parameters a sender holds two buckets: one is packed while the other is under way. What lies in one run
+   goes over the network without being packed.
 2. dtype is converted here; checksums cover what travels.
 3. Whatever fails here is told to all other ends before it is raised.
 """
@@ -9,7 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from megarl.errors import SyncError
 from megarl.platform.device import MemorySharing
-from megarl.weights.checksum import Sum, move, numbers
+from megarl.weights.checksum import Sum, checksum_sum, move, numbers
 from megarl.weights.failure import sync_failure
 from megarl.weights.pieces import region_view
 from megarl.weights.region import Region
@@ -102,6 +104,7 @@ class _Session:
     outlet: Outlet | None = None
     network: Network | None = None
     network_ranks: Mapping[int, int] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
 
 class WeightSender:
@@ -131,6 +134,7 @@ class WeightSender:
         self._regions, self._parameters = regions, parameters
         self._device, self._sharing = torch.device(device), sharing
         self._session: _Session | None = None
+        self._tensor: str | None = None  # at hand, for messages
 
     @property
     def name(self) -> str:
@@ -138,8 +142,9 @@ class WeightSender:
         return f"{self.role} rank {self.rank}"
 
     def offer(self) -> Offer:
-        """What this rank could send."""
-        regions = tuple(region for region in self._regions() if region.numel)
+        """What this rank could send. Raises SyncError."""
+        with self._phase("prepare"):
+            regions = tuple(region for region in self._regions() if region.numel)
         return Offer(regions, machine(), "" if self._sharing is None else self._sharing.device_id)
 
     def open(self, host: str, program: Program, hosts_board: bool, on_device: bool = False) -> Door:
@@ -150,16 +155,20 @@ class WeightSender:
             program: what this rank sends.
             hosts_board: whether the others meet on a board of this rank's.
             on_device: readers of this machine use this rank's device, so that they can read its memory.
+
+        Raises:
+            SyncError: there is no memory for the buffers, or no place to listen.
         """
         self.close()
         outlet = None
-        if program.peers(HOST, sends=True):
-            outlet = Outlet(Slots(program.slot_bytes, self._device, self._sharing if on_device else None))
-            buffers = outlet.slots.buffers
-        else:
-            both = torch.empty(2, program.slot_bytes, dtype=torch.uint8, device=self._device)
-            buffers = (both[0], both[1])
-        self._session = _Session(program, buffers, Board.host(host) if hosts_board else None, outlet)
+        with self._phase("connect"):
+            if program.peers(HOST, sends=True):
+                outlet = Outlet(Slots(program.slot_bytes, self._device, self._sharing if on_device else None))
+                buffers = outlet.slots.buffers
+            else:
+                both = torch.empty(2, program.slot_bytes, dtype=torch.uint8, device=self._device)
+                buffers = (both[0], both[1])
+            self._session = _Session(program, buffers, Board.host(host) if hosts_board else None, outlet)
         board = self._session.board
         return Door(None if board is None else board.address, None if outlet is None else outlet.name)
 
@@ -168,15 +177,16 @@ class WeightSender:
         session, timeout_s = self._session, membership.timeout_s
         assert session is not None, "open comes first"
         deadline = time.monotonic() + timeout_s
-        try:
+        session.names = membership.names
+        with self._phase("connect"):
             if session.board is None:
                 session.board = Board.join(membership.board, timeout_s)
             if session.outlet is not None:
                 readers = session.program.peers(HOST, sends=True)
-                names = {reader: membership.names[reader] for reader in readers}
+                names = {reader: session.names[reader] for reader in readers}
                 session.outlet.accept(names, session.board, deadline=deadline)
             # Before the group is joined, which could not be left if another end failed meanwhile.
-            agree(session.board, session.program, self.rank, sends=True, deadline=deadline)
+            agree(session.board, session.program, self.rank, session.names, sends=True, deadline=deadline)
             if membership.network_rank is not None:
                 session.network = Network(
                     session.board,
@@ -186,10 +196,6 @@ class WeightSender:
                     timeout_s=max(1.0, deadline - time.monotonic()),
                 )
                 session.network_ranks = membership.network_ranks
-        except TransportError as error:
-            failure = self._failure("connect", None, error.cause, from_peer=error.from_peer)
-            self._abort(str(failure))
-            raise failure from error
 
     def send(self, version: int, timeout_s: float, digest: str, share: Share | None = ALL) -> SenderReport:
         """Send all of this rank's buckets, packing one while the one before is under way.
@@ -209,17 +215,8 @@ class WeightSender:
         if session is None or session.board is None or session.program.plan_digest != digest:
             raise self._failure("transfer", None, f"version {version} goes by another plan than this rank has")
         checksums: dict[int, dict[str, int]] = {}
-        self._tensor: str | None = None
-        try:
+        with self._phase("transfer"):
             self._send_buckets(session, deadline, checksums, share)
-        except TransportError as error:
-            failure = self._failure("transfer", self._tensor, error.cause, from_peer=error.from_peer)
-            self._abort(str(failure))
-            raise failure from error
-        except Exception as error:  # whatever it is, the others must not wait for the rest
-            failure = self._failure("transfer", self._tensor, f"{type(error).__name__}: {error}")
-            self._abort(str(failure))
-            raise failure from error
         return SenderReport(self.rank, checksums, time.monotonic() - started)
 
     def close(self) -> None:
@@ -241,19 +238,17 @@ class WeightSender:
         for bucket in session.program.buckets:
             if len(under_way) == 2:
                 self._settle(session, *under_way.pop(0), deadline)
-            buffer = session.buffers[bucket.slot][: bucket.num_bytes]
-            sums: list[Sum] = []
-            for item in bucket.items:
-                self._tensor = item.region.tensor
-                sums.append(self._pack(item, parameters, buffer, share))
+            payload, sums = self._payload(bucket, parameters, session.buffers[bucket.slot], share)
             if bucket.kind == HOST:
                 assert session.outlet is not None
                 session.outlet.publish(bucket.number, bucket.destinations)
                 under_way.append((bucket, None))
             else:
                 assert session.network is not None
-                peer = session.network_ranks[bucket.destinations[0]]
-                under_way.append((bucket, session.network.send(buffer, peer, bucket.number)))
+                (to,) = bucket.destinations
+                peer, name = session.network_ranks[to], session.names[to]
+                sent = session.network.send(payload, peer, bucket.number, name=name, deadline=deadline)
+                under_way.append((bucket, sent))
             if share is not None:
                 _add_up(checksums, bucket, sums)
         for bucket, transfer in under_way:
@@ -267,18 +262,49 @@ class WeightSender:
             session.outlet.wait(bucket.number, bucket.destinations, deadline=deadline)
         else:
             assert session.network is not None
-            session.network.wait(transfer, deadline=deadline)
+            session.network.wait(transfer)
 
     @torch.no_grad()
+    def _payload(
+        self, bucket: Bucket, parameters: Mapping[str, Tensor], slot: Tensor, share: Share | None
+    ) -> tuple[Tensor, list[Sum]]:
+        """The bytes of a bucket and the checksums of its items.
+
+        What the network can send from where it lies is not copied: a bucket of one item, in one run, in its dtype.
+        """
+        if bucket.kind == WIRE and len(bucket.items) == 1:
+            (item,) = bucket.items
+            self._tensor = item.region.tensor
+            view = region_view(item.region, parameters[item.region.local_name]).detach()
+            if view.is_contiguous() and view.dtype == getattr(torch, item.dtype):
+                total = 0 if share is None else checksum_sum(view, item.region.box, share)
+                return view.reshape(-1).view(torch.uint8), [total]
+        payload = slot[: bucket.num_bytes]
+        sums: list[Sum] = []
+        for item in bucket.items:
+            self._tensor = item.region.tensor
+            sums.append(self._pack(item, parameters, payload, share))
+        return payload, sums
+
     def _pack(self, item: Item, parameters: Mapping[str, Tensor], buffer: Tensor, share: Share | None) -> Sum:
         """Copy an item into its place in the bucket, converting the dtype; returns the checksum of that place."""
         view = region_view(item.region, parameters[item.region.local_name])
         return move(item_view(buffer, item), view, item.region.box, share)
 
-    def _abort(self, reason: str) -> None:
-        if self._session is not None and self._session.board is not None:
-            self._session.board.fail(reason)
-        self.close()
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        """What fails inside is told to all other ends, which must not wait for the rest, and raised as a SyncError."""
+        self._tensor = None
+        try:
+            yield
+        except Exception as error:  # whatever it is: see above
+            cause = error.cause if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
+            from_peer = isinstance(error, TransportError) and error.from_peer
+            failure = self._failure(phase, self._tensor, cause, from_peer=from_peer)
+            if self._session is not None and self._session.board is not None:
+                self._session.board.fail(str(failure))
+            self.close()
+            raise failure from error
 
     def _failure(self, phase: str, tensor: str | None, cause: str, *, from_peer: bool = False) -> SyncError:
         if from_peer:  # the peer's words name rank, phase and tensor already
@@ -286,13 +312,14 @@ class WeightSender:
         return sync_failure(self.name, phase, tensor, cause)
 
 
-def agree(board: Board, program: Program, rank: int, *, sends: bool, deadline: float) -> None:
+def agree(board: Board, program: Program, rank: int, names: Mapping[int, str], *, sends: bool, deadline: float) -> None:
     """Compare the digest of each of this end's links with the other end's. Raises TransportError."""
     for kind in (HOST, WIRE):
         for peer in program.peers(kind, sends=sends):
             link = (rank, peer) if sends else (peer, rank)
             digest = program.link_digest(*link)
-            board.agree(f"link {link[0]}-{link[1]}", digest, side=0 if sends else 1, deadline=deadline)
+            side = 0 if sends else 1
+            board.agree(f"link {link[0]}-{link[1]}", digest, names[peer], side=side, deadline=deadline)
 
 
 def item_view(buffer: Tensor, item: Item) -> Tensor:

@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,9 +53,9 @@ class TrainerRank:
         return getattr(self.sender, name)
 
 
-def _serve(model_dir: Path, layout: ParallelLayout, rank: int, pipe: Connection) -> None:
+def _serve(kind: type[TrainerRank], model_dir: Path, layout: ParallelLayout, rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    trainer = TrainerRank(model_dir, layout, rank)
+    trainer = kind(model_dir, layout, rank)
     while True:
         try:
             method, args = pipe.recv()
@@ -70,19 +70,23 @@ def _serve(model_dir: Path, layout: ParallelLayout, rank: int, pipe: Connection)
 class TrainerProcess:
     """A ``TrainerRank`` in another process, one call at a time."""
 
-    def __init__(self, model_dir: Path, layout: ParallelLayout, rank: int) -> None:
+    def __init__(
+        self, model_dir: Path, layout: ParallelLayout, rank: int, kind: type[TrainerRank] = TrainerRank
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(model_dir, layout, rank, other), daemon=True)
+        self._one_call = threading.Lock()
+        self.process = context.Process(target=_serve, args=(kind, model_dir, layout, rank, other), daemon=True)
         self.process.start()
         other.close()
 
     def call(self, method: str, *args: Any) -> Any:
-        self._pipe.send((method, args))
-        try:
-            is_fine, result = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            raise SyncError("a trainer process died") from None
+        with self._one_call:
+            try:
+                self._pipe.send((method, args))
+                is_fine, result = self._pipe.recv()
+            except (EOFError, OSError):
+                raise SyncError("a trainer process died") from None
         if not is_fine:
             raise result
         return result
@@ -138,10 +142,18 @@ class EngineOnLoop:
         return self._loop.run(getattr(self.engine, method)(*args))
 
 
-def invoke(calls: Sequence[Call], timeout_s: float) -> list[Any]:
-    """Calls of a ``SyncSession`` on objects with a ``call`` method; a megarl error goes before others."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(call.target.call, call.method, *call.args) for call in calls]
+def invoke(calls: Sequence[Call], timeout_s: float, grace_s: float = 30.0) -> list[Any]:
+    """Calls of a ``SyncSession`` on objects with a ``call`` method; a megarl error goes before others.
+
+    After the first failure the other calls have ``grace_s`` to end; they are not waited for any longer, as by the
+    driver of a run.
+    """
+    pool = ThreadPoolExecutor(len(calls))
+    futures = [pool.submit(call.target.call, call.method, *call.args) for call in calls]
+    wait(futures, return_when=FIRST_EXCEPTION)
+    wait(futures, grace_s)
+    pool.shutdown(wait=False)
+    futures = [future for future in futures if future.done()]
     errors = [future.exception() for future in futures if future.exception() is not None]
     for error in sorted(errors, key=lambda error: not isinstance(error, MegarlError)):
         raise error

@@ -112,3 +112,28 @@ def test_a_parameter_that_the_loader_leaves_out_is_named():
     record_metadata_for_reloading(model)
     with pytest.raises(UntraceableError, match=r"leaves out vocab"):
         trace(model, {name: shape for name, shape in SHAPES.items() if name != "vocab"}, torch.float32)
+
+
+def test_a_tensor_of_two_layers_that_vllm_keeps_has_the_first_ones_name():
+    """A routing bias is the router's and the experts'; vLLM leaves it where it is while others are replaced."""
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    from megarl.rollout.vllm.trace import trace
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Module(), nn.Module()
+            self.gate.e_score_correction_bias = nn.Parameter(torch.zeros(4))
+            self.experts.e_score_correction_bias = self.gate.e_score_correction_bias
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for _, tensor in weights:
+                self.gate.e_score_correction_bias.data.copy_(tensor)
+
+    model = Routed()
+    record_metadata_for_reloading(model)
+    found = trace(model, {"bias": (4,)}, torch.float32)
+    assert [(region.tensor, region.local_name) for region in found.regions] == [
+        ("bias", "gate.e_score_correction_bias")
+    ]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import Any
 
 from megarl.errors import CheckpointError, MegarlError
@@ -58,13 +59,16 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 def layout_of(given: argparse.Namespace, *, has_experts: bool) -> ParallelLayout:
     """The layout that the options describe."""
     etp = given.etp if given.etp is not None else given.tp if has_experts else 1
+    degrees = (given.tp, given.ep, etp)
+    # Replicas such that the experts' degrees fit into the ranks of a stage; what is no degree the layout refuses.
+    dp = lcm(given.tp, given.ep * etp) // given.tp if min(degrees) > 0 else 1
     return ParallelLayout(
         tp=given.tp,
         pp=given.pp,
         vpp=given.vpp,
         ep=given.ep,
         etp=etp,
-        dp=max(1, -(-given.ep * etp // given.tp)),
+        dp=dp,
         first_stage_layers=given.first_stage_layers,
         last_stage_layers=given.last_stage_layers,
         pipeline=given.pipeline,

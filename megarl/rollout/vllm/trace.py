@@ -113,7 +113,8 @@ def _placeholders(model: nn.Module) -> Iterator[dict[int, tuple[str, Tensor]]]:
             for name, tensor in layerwise.get_layer_tensors(layer).items():
                 if hasattr(tensor, "weight_loader"):
                     tensor.weight_loader = layerwise._get_original_loader(tensor)
-                places[_storage(tensor)] = (f"{prefix}.{name}" if prefix else name, tensor)
+                # A tensor that vLLM keeps as it is (a routing bias) may belong to several layers: the first names it.
+                places.setdefault(_storage(tensor), (f"{prefix}.{name}" if prefix else name, tensor))
         yield places
     finally:
         for layer, info in replaced:

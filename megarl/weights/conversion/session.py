@@ -38,6 +38,9 @@ from megarl.weights.region import Box, Region
 
 DEFAULT_MAX_MEMORY = 1 << 30
 
+# By one of these a directory is known as a checkpoint, whole or damaged, of any format.
+_SIGNS = ("*.safetensors", "*.safetensors.index.json", "*.distcp", ".metadata", "latest_checkpointed_iteration.txt")
+
 
 class Progress:
     """What a conversion reports; this one keeps silent."""
@@ -103,18 +106,16 @@ def convert(
         progress: told what happens.
 
     Raises:
-        CheckpointError: the target exists, no room, a failing read or write, replicas that differ, or an unfinished
-            conversion of something else under ``resume``.
+        CheckpointError: the target exists (under ``overwrite``: and is no checkpoint, or the source), no room, a
+            failing read or write, replicas that differ, or an unfinished conversion of something else under ``resume``.
         PlanError: source and target do not cover each other.
     """
     progress = progress or Progress()
     final = Path(os.path.abspath(final))
     temporary, journal_path = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.journal")
     is_renamed = settings.resume and journal_path.exists() and final.exists() and not temporary.exists()
-    if final.exists() and not settings.overwrite and not is_renamed:
-        raise CheckpointError("the target exists", where=str(final), fix="choose another name, or give --overwrite")
-    if not final.parent.is_dir():
-        raise CheckpointError("no such directory", where=str(final.parent), fix="make it first")
+    if not is_renamed:
+        _check_place(final, source, settings)
     block_bytes = settings.block_bytes()
     target = make_target(temporary)
     plan = plan_copies(source.store.regions, target.store.regions)
@@ -141,6 +142,20 @@ def convert(
     finally:
         journal.close()
     return content
+
+
+def _check_place(final: Path, source: Source, settings: Settings) -> None:
+    """Raises CheckpointError where a conversion must not write: what makes way in the end is removed."""
+    if not final.parent.is_dir():
+        raise CheckpointError("no such directory", where=str(final.parent), fix="make it first")
+    if not final.exists():
+        return
+    if not settings.overwrite:
+        raise CheckpointError("the target exists", where=str(final), fix="choose another name, or give --overwrite")
+    if source.directory.resolve().is_relative_to(final.resolve()):
+        raise CheckpointError("the target is or holds the source", where=str(final), fix="choose another name")
+    if not final.is_dir() or (any(final.iterdir()) and not any(next(final.glob(sign), None) for sign in _SIGNS)):
+        raise CheckpointError("the target exists and is no checkpoint", where=str(final), fix="choose another name")
 
 
 def _prepare(

@@ -80,14 +80,14 @@ class Board:
         except RuntimeError:  # the board is gone, and its absence tells the others
             return
 
-    def check(self, deadline: float) -> None:
-        """While waiting: raises TransportError if another end failed or ``deadline`` (``time.monotonic``) passed."""
+    def check(self, deadline: float, whom: str) -> None:
+        """While waiting for ``whom``: raises TransportError if an end failed or the deadline passed."""
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + CHECK_S
             self.raise_reported()
         if now > deadline:
-            raise TransportError("no data within the time-out")
+            raise TransportError(f"no answer from {whom} within the time-out")
 
     def raise_reported(self) -> None:
         """Raises TransportError if another end failed, or the board is gone."""
@@ -98,13 +98,13 @@ class Board:
         if cause is not None:
             raise TransportError(cause, from_peer=True)
 
-    def agree(self, key: str, value: str, *, side: int, deadline: float) -> None:
-        """Compare a value with the end that calls with the other side (0 or 1). Raises TransportError."""
+    def agree(self, key: str, value: str, whom: str, *, side: int, deadline: float) -> None:
+        """Compare a value with ``whom``, who calls with the other side (0 or 1). Raises TransportError."""
         try:
             self.store.set(f"{key}/{side}", value)
             other = f"{key}/{1 - side}"
             while not self.store.check([other]):
-                self.check(deadline)
+                self.check(deadline, whom)
                 time.sleep(0.001)
             found = self.store.get(other).decode()
         except RuntimeError as error:

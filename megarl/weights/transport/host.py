@@ -94,13 +94,7 @@ class Outlet:
         self._board, self._names = board, readers
         while missing := readers.keys() - self._readers.keys():
             if not wait([self._listener], CHECK_S):
-                try:
-                    board.check(deadline)
-                except TransportError as error:
-                    if error.from_peer:
-                        raise
-                    late = ", ".join(readers[reader] for reader in sorted(missing))
-                    raise TransportError(f"{error.cause}: waiting for {late}") from error
+                board.check(deadline, ", ".join(readers[reader] for reader in sorted(missing)))
                 continue
             connection, _ = self._listener.accept()
             if not _is_own(connection):
@@ -146,7 +140,7 @@ class Outlet:
                 if self._done[reader] >= number:
                     del waiting[connection]
             if not ready:
-                self._board.check(deadline)
+                self._board.check(deadline, ", ".join(self._names[reader] for reader in waiting.values()))
 
     def close(self) -> None:
         """Leave; readers see it at once."""
@@ -210,7 +204,7 @@ class Inlet:
     def wait(self, number: int, *, deadline: float) -> None:
         """Wait until a bucket is packed. Raises TransportError."""
         while not wait([self._socket], CHECK_S):
-            self._board.check(deadline)
+            self._board.check(deadline, self._source)
         try:
             found = _MESSAGE.unpack(_exactly(self._socket, _MESSAGE.size))[0]
         except OSError as error:

@@ -3,7 +3,8 @@
 Invariants:
 1. The default process group is neither needed nor touched.
 2. ``wait`` ends: with the data, with the first failure anybody reported, with the loss of a peer, or at the deadline.
-3. A buffer handed to ``send`` or ``receive`` is not to be touched before ``wait`` returned.
+3. How long the group waited for its members says nothing about how long a transfer may take.
+4. A buffer handed to ``send`` or ``receive`` is not to be touched before ``wait`` returned.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def _abandon(*held: Any) -> None:
 
 
 class Transfer:
-    """One send or receive under way."""
+    """A buffer sent or received, until ``deadline``; ``peer`` is how messages call the other end."""
 
-    def __init__(self, work: Any) -> None:
-        self.work = work
+    def __init__(self, work: Any, buffer: Tensor, peer: str, deadline: float) -> None:
+        self.work, self.buffer, self.peer, self.deadline = work, buffer, peer, deadline
         self.done = threading.Event()
         self.error: RuntimeError | None = None
 
@@ -74,22 +75,30 @@ class Network:
             self._waiter = queue.SimpleQueue()
             threading.Thread(target=_wait_in_turn, args=(self._waiter,), daemon=True, name="weight-sync").start()
 
-    def send(self, buffer: Tensor, peer: int, number: int) -> Transfer:
-        """Start sending a contiguous buffer to a rank of the group."""
-        return self._started(self._group.send([buffer], peer, number))
+    def send(self, buffer: Tensor, peer: int, number: int, *, name: str, deadline: float) -> Transfer:
+        """Start sending a contiguous buffer to a rank of the group.
 
-    def receive(self, buffer: Tensor, peer: int, number: int) -> Transfer:
+        Args:
+            buffer: uint8.
+            peer: in the group.
+            number: of the buffer, the same at both ends.
+            name: how messages call the peer.
+            deadline: of ``time.monotonic``.
+        """
+        return self._started(Transfer(self._group.send([buffer], peer, number), buffer, name, deadline))
+
+    def receive(self, buffer: Tensor, peer: int, number: int, *, name: str, deadline: float) -> Transfer:
         """Start filling a contiguous buffer with what a rank of the group sends under the same number."""
-        return self._started(self._group.recv([buffer], peer, number))
+        return self._started(Transfer(self._group.recv([buffer], peer, number), buffer, name, deadline))
 
-    def wait(self, transfer: Transfer, *, deadline: float) -> None:
-        """Wait until ``deadline`` (of ``time.monotonic``). Raises TransportError."""
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until it is complete. Raises TransportError."""
         if self._waiter is not None:
             while not transfer.done.wait(0.02):
-                self._board.check(deadline)
+                self._board.check(transfer.deadline, transfer.peer)
         else:
             while not transfer.work.is_completed():
-                self._board.check(deadline)
+                self._board.check(transfer.deadline, transfer.peer)
                 time.sleep(_POLL_S)
             try:
                 transfer.work.wait()
@@ -100,7 +109,7 @@ class Network:
             while time.monotonic() < grace:
                 self._board.raise_reported()
                 time.sleep(_POLL_S * 50)
-            raise TransportError(first_line(transfer.error)) from transfer.error
+            raise TransportError(f"{transfer.peer}: {first_line(transfer.error)}") from transfer.error
         self._pending -= 1
 
     def close(self) -> None:
@@ -111,8 +120,7 @@ class Network:
             _abandon(self._group, self._board.store)
         del self._group
 
-    def _started(self, work: Any) -> Transfer:
-        transfer = Transfer(work)
+    def _started(self, transfer: Transfer) -> Transfer:
         self._pending += 1
         if self._waiter is not None:
             self._waiter.put(transfer)
@@ -122,8 +130,10 @@ class Network:
 def _wait_in_turn(transfers: queue.SimpleQueue[Transfer | None]) -> None:
     """A gloo transfer does not say that it is complete unless somebody waits for it: this thread does, in order."""
     while (transfer := transfers.get()) is not None:
+        # Of itself it would wait as long as the group waited for its members. Who is late is told by the board first.
+        left_s = max(0.0, transfer.deadline - time.monotonic()) + _REPORT_GRACE_S
         try:
-            transfer.work.wait()
+            transfer.work.wait(timedelta(seconds=left_s))
         except RuntimeError as error:
             transfer.error = error
         transfer.done.set()

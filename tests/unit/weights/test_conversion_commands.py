@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.errors import LayoutError
 from megarl.models.registry import load_spec
 from megarl.models.tiny import tiny_config, write_tiny
 from megarl.weights.conversion.compare import argument_differences, option_differences
@@ -22,6 +24,7 @@ from megarl.weights.files.safetensors_writer import write_hf
 from megarl.weights.files.torch_dist import chunk_array, read_torch_dist
 from megarl.weights.layout import canonical_shapes, parameter_shapes
 from megarl.weights.pieces import fill
+from tools.convert.options import add_layout_options, layout_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools/convert"
@@ -132,6 +135,28 @@ def test_where_a_tensor_lives(model, dist):
     assert "stage 2 tp 1 rank 5: decoder.layers.0.self_attention.linear_qkv.weight[48:64, 0:64]" in text
     assert "no tensor is called nothing" in tool("inspect.py", model, "--tensor", "nothing", expected=8)
     assert "model.embed_tokens.weight  F32 [261, 64]  model.safetensors at" in tool("inspect.py", model)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--tp", "4", "--ep", "6", "--etp", "1"], (4, 3)),
+        (["--tp", "2", "--ep", "1", "--etp", "3"], (2, 3)),
+        (["--tp", "2", "--ep", "4"], (2, 4)),
+        (["--tp", "0"], "layout degree tp=0 is less than 1"),
+        (["--tp", "2", "--ep", "-1"], "layout degree ep=-1 is less than 1"),
+    ],
+)
+def test_a_layout_has_as_many_replicas_as_its_experts_need(options, expected):
+    parser = argparse.ArgumentParser()
+    add_layout_options(parser)
+    given = parser.parse_args(options)
+    if isinstance(expected, str):
+        with pytest.raises(LayoutError, match=expected):
+            layout_of(given, has_experts=True)
+    else:
+        layout = layout_of(given, has_experts=True)
+        assert (layout.tp, layout.dp) == expected
 
 
 def test_verify_says_what_holds_and_what_does_not(tmp_path, model, dist):

@@ -216,6 +216,20 @@ def test_an_existing_target_stays_until_its_successor_is_complete(tmp_path, mode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist"]
 
 
+@pytest.mark.parametrize("place", ["source", "above", "photos", "file"])
+def test_nothing_but_a_checkpoint_is_overwritten_and_never_the_source(tmp_path, model, place):
+    source = tmp_path / "models/hf"
+    shutil.copytree(model, source)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.jpg").write_bytes(b"cat")
+    (tmp_path / "file").write_text("text")
+    target = {"source": source, "above": source.parent}.get(place, tmp_path / place)
+    words = "the target is or holds the source" if place in ("source", "above") else "is no checkpoint"
+    with pytest.raises(CheckpointError, match=words):
+        to_dist(open_source(source), target, Settings(overwrite=True, durable=False))
+    assert same_weights(source, model) and (tmp_path / "photos/cat.jpg").exists() and (tmp_path / "file").exists()
+
+
 def test_a_full_disk_fails_before_the_first_tensor(tmp_path, model):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
