@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -228,6 +229,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     os.setsid()
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module=r"(megarl|tests)\b")
+    gc.freeze()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGTERM, file=stacks, all_threads=False)
         while True:
@@ -251,5 +253,9 @@ def _serve(pipe: Connection, stack_file: str) -> None:
 
 
 def _forget_groups() -> None:
+    """Leave the process groups, and collect the engine that held them: each of its gloo groups has three threads."""
     if dist.is_initialized():
         bootstrap.stop()
+        gc.collect()
+        # What is loaded by now stays, so the next collection looks at its own call's objects alone.
+        gc.freeze()

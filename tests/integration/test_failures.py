@@ -79,20 +79,15 @@ def test_a_killed_training_rank_ends_the_run(tmp_path: Path, sft: list[str]):
         assert_ended(run, 12, ("WorkerError: actor rank 1 failed in phase update", "killed or crashed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "title", "code", "last_line"),
     [
         ("rollout", "VLLM::Worker", 9, ("RolloutError: rollout replica 0 rank ", "died [phase ")),
-        pytest.param(
-            "rollout", "VLLM::EngineCore", 9, ("RolloutError: rollout replica 0 scheduler", "died [phase "),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "rollout", "ray::", 12, ("WorkerError: rollout rank 0 failed in phase ", "killed or crashed"),
-            marks=pytest.mark.slow,
-        ),
+        ("rollout", "VLLM::EngineCore", 9, ("RolloutError: rollout replica 0 scheduler", "died [phase ")),
+        ("rollout", "ray::", 12, ("WorkerError: rollout rank 0 failed in phase ", "killed or crashed")),
     ],
-)  # fmt: skip
+)
 def test_a_killed_process_of_an_engine_ends_the_run(
     tmp_path: Path, train: list[str], role: str, title: str, code: int, last_line: tuple[str, ...]
 ):
@@ -177,6 +172,7 @@ def test_ctrl_c_while_engines_start_leaves_nothing(tmp_path: Path, train: list[s
         assert_ended(run, 130, ("megarl: interrupted",))
 
 
+@pytest.mark.slow
 def test_a_second_run_is_not_disturbed_by_the_end_of_the_first(tmp_path: Path, sft: list[str]):
     with (
         LiveRun("sft", "sft_tiny", tmp_path / "first", *sft, FOREVER) as first,
@@ -323,6 +319,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_the_previous_checkpoint(small_disk: Path, sft: list[str]):
     options = [FOREVER, "checkpoint.every_steps=5", "checkpoint.keep=1"]
     with LiveRun("sft", "sft_tiny", small_disk / "run", *sft, *options) as run:
