@@ -36,9 +36,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.errors import CheckpointError
 from megarl.parallel.grid import ParallelLayout
 from megarl.platform.durable import write_text
-from megarl.train.megatron.checkpoint_reader import mapped_reading
+from megarl.train.megatron.checkpoint_reader import mapped_reading, merge_in_place
 from megarl.train.megatron.checkpoint_writer import HostCopy, RankFile, Written
 from megarl.train.megatron.optimizer import Optimizer
+from megarl.train.megatron.optimizer_state import SHARDING_TYPE
 from megarl.weights.files.file_checksum import checksum_of
 
 FORMAT = 2
@@ -199,6 +200,7 @@ def load(
         state["rng"] = _rng_object({}, layout)
     try:
         with _quiet(), mapped_reading():
+            merge_in_place(state)
             loaded = dist_checkpointing.load(state, str(directory), strict="raise_unexpected")
         for name, module in _named(modules).items():
             module.load_state_dict(loaded[name])
@@ -276,7 +278,7 @@ def _quiet() -> Iterator[None]:
 def _metadata(dp_group: dist.ProcessGroup) -> dict[str, Any]:
     """How Megatron shards the state: loadable at another layout, names without a prefix per optimizer."""
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_sharding_type": SHARDING_TYPE,
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
@@ -294,7 +296,7 @@ def _state_dict(
     state = {name: module.sharded_state_dict(metadata=metadata) for name, module in _named(modules).items()}
     if optimizer is not None:
         weights = state["model"] if len(modules) == 1 else dict(state)
-        state["optimizer"] = optimizer.megatron.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = optimizer.sharded_state(weights, metadata, is_loading=is_loading)
     return state
 
 

@@ -10,11 +10,14 @@ import io
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
@@ -89,3 +92,26 @@ def mapped_reading() -> Iterator[None]:
         yield
     finally:
         torch_strategy._get_filesystem_reader = original
+
+
+def merge_in_place(state: dict[str, Any]) -> None:
+    """Let tensors that a checkpoint has in parts (gate and up) be where they are once their parts were loaded.
+
+    Megatron joins loaded parts in a new tensor even when they are views of the tensor that they are for.
+    """
+
+    def without_copy(entry: Any) -> Any:
+        if not isinstance(entry, ShardedTensorFactory) or not isinstance(entry.data, Tensor):
+            return entry
+        whole, merge = entry.data, entry.merge_fn
+
+        def merged(parts: Any) -> Any:
+            leaves = list(nested_values(parts)) if isinstance(parts, dict | list) else [parts]
+            here = whole.untyped_storage().data_ptr()
+            if all(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == here for leaf in leaves):
+                return whole
+            return merge(parts)
+
+        return replace(entry, merge_fn=merged)
+
+    dict_list_map_inplace(without_copy, state)

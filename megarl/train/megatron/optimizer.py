@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.config.schema.train import OptimizerConfig
 from megarl.errors import SetupError, TrainError
 from megarl.train.megatron.learning_rate import learning_rate
 from megarl.train.megatron.model import named_parameters
+from megarl.train.megatron.optimizer_state import sharded_state, take_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +185,23 @@ class Optimizer:
         parts: list[Any] = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return parts
 
+    def sharded_state(
+        self, model_state: Mapping[str, Any], metadata: Mapping[str, Any], *, is_loading: bool
+    ) -> dict[Any, Any]:
+        """What Megatron's ``sharded_state_dict`` describes, without its gathering; collective."""
+        parts = self._parts()
+        if len(parts) > 1:
+            self.megatron._synchronize_steps()
+        states = [
+            sharded_state(part, model_state, is_loading=is_loading, metadata=metadata)
+            if isinstance(part, DistributedOptimizer)
+            else part.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+            for part in parts
+        ]
+        return states[0] if len(states) == 1 else dict(enumerate(states))
+
     def load_state(self, state: dict[Any, Any]) -> None:
-        """Load what Megatron's ``sharded_state_dict`` described, after it was read from a checkpoint.
+        """Load what ``sharded_state`` described, after it was read from a checkpoint.
 
         With torch's Adam, Megatron-Core's own ``load_state_dict`` of the distributed optimizer stops at ``step``, which
         it keeps apart from the moments but looks for beside them, and leaves one step tensor shared by all parameters,
@@ -195,15 +212,11 @@ class Optimizer:
         for part, part_state in zip(parts, states, strict=True):
             moments = part_state.pop("param_state", None)
             part.load_state_dict(part_state)
-            steps = {
-                param: values.pop("step").clone()
-                for param, values in part.optimizer.state.items()
-                if isinstance(values.get("step"), torch.Tensor)
-            }
+            for values in part.optimizer.state.values():
+                if isinstance(values.get("step"), torch.Tensor):
+                    values["step"] = values["step"].clone()
             if moments is not None:
-                part.load_parameter_state_from_fully_reshardable(moments)
-            for param, step in steps.items():
-                part.optimizer.state[param]["step"] = step
+                take_loaded(part, moments)
 
     def counters(self) -> dict[str, int]:
         """Position in the schedule, for checkpoints."""
