@@ -64,9 +64,9 @@ def test_sharing_changes_neither_log_probs_nor_updates(ranks: RankPool, name: st
             torch.testing.assert_close(columns[column], expected, rtol=0, atol=1e-5, msg=column)
     metrics, weights = outcome(results)
     expected_metrics, expected_weights = outcome([alone])
-    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-5)
     for tensor, expected in expected_weights.items():
-        torch.testing.assert_close(weights[tensor], expected, rtol=1e-4, atol=1e-5, msg=tensor)
+        torch.testing.assert_close(weights[tensor], expected, rtol=1e-5, atol=1e-5, msg=tensor)
 
 
 def update_once(rank: Rank, with_old: bool) -> tuple[dict[str, float], list[Any]]:
