@@ -304,7 +304,9 @@ def _attach(options: argparse.Namespace, run_dir: list[str]) -> int:
 
     last = attach(options.run)
     print(last.line)
-    return 0 if last.ending is None else last.ending.exit_code
+    if last.ending is not None:
+        return last.ending.exit_code
+    return 0 if last.state == "finished" else UNFORESEEN
 
 
 def _forecast(config: TrainConfig | SftConfig) -> dict[str, object]:

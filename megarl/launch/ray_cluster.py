@@ -218,7 +218,7 @@ def _after_loss(lost: str, code: int | None, ending: Ending | None) -> Outcome:
     """A run that finished nevertheless has finished; else the node is the cause, with what the driver saw of it."""
     if code == 0:
         return of_driver(code, ending)
-    text = f"{lost}; see its log" + (f" | first seen as {ending.line()}" if ending is not None else "")
+    text = f"{lost}; see its log" + (f" | first seen as {ending.account}" if ending is not None else "")
     return Outcome(NodeError.exit_code, Cause.NODE, text)
 
 

@@ -51,16 +51,19 @@ class Ending:
     step: int | None
     time: float
 
-    def line(self) -> str:
-        """The ending in one line: kind, role, rank, node, phase, step, problem, fix, exit code."""
+    @property
+    def account(self) -> str:
+        """What happened and where: kind, problem, role, rank, node, phase, step."""
         who = "" if self.role is None else f"{self.role} rank {'?' if self.rank is None else self.rank}"
         who += f" on {self.node}" if self.node else ""
         where = [who, f"phase {self.phase}" if self.phase else "", f"step {self.step}" if self.step else ""]
         place = ", ".join(part for part in where if part)
-        text = f"{self.kind}: {self.problem}"
-        text += f" ({place})" if place else ""
-        text += f" | do: {self.fix}" if self.fix else ""
-        return f"{text} | exit code {self.exit_code}"
+        return f"{self.kind}: {self.problem}" + (f" ({place})" if place else "")
+
+    def line(self) -> str:
+        """The ending in one line: the account, what to do about it, the exit code."""
+        fix = f" | do: {self.fix}" if self.fix else ""
+        return f"{self.account}{fix} | exit code {self.exit_code}"
 
 
 def ending_of(error: BaseException, exit_code: int) -> Ending:

@@ -3,6 +3,7 @@
 Invariants:
 1. The file is replaced as a whole; a reader never sees half of it.
 2. The thread that writes it takes no lock of the code it watches and ends with the context.
+3. The last beat of a context that is left says so: its process has ended what it did, and is not silent.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from megarl.observability.trace import current_span
 
 _logger = logging.getLogger(__name__)
 
+# Longest wait for a beat under way at the end: a file system that hangs must not hold the process.
+_END_S = 10.0
+
 
 @contextmanager
 def heartbeat(path: Path, *, every_s: float = 10.0, slow_after_s: float = 300.0) -> Iterator[None]:
     """Write ``path`` every ``every_s`` seconds while the body runs, and warn once of each phase that takes long.
 
     Args:
-        path: JSON file with role, rank, pid, node, step, version, phase, phase_s and time.
+        path: JSON file with role, rank, pid, node, step, version, phase, phase_s, time and ended.
         every_s: seconds between beats.
         slow_after_s: age of a phase at which it is warned of.
     """
@@ -60,13 +64,18 @@ def start_heartbeat(path: Path, *, every_s: float = 10.0, slow_after_s: float = 
 
     def end() -> None:
         stop.set()
-        thread.join()
+        thread.join(_END_S)
+        if not thread.is_alive():
+            write_beat(path, ended=True)
 
     return end
 
 
-def write_beat(path: Path) -> dict[str, Any]:
-    """Write one beat and return it; a full disk or a vanished directory is logged, since it must not end a run."""
+def write_beat(path: Path, *, ended: bool = False) -> dict[str, Any]:
+    """Write one beat, the last one if ``ended``, and return it.
+
+    A full disk or a vanished directory is logged, since it must not end a run.
+    """
     running = current_span()
     now = time.time()
     record = {
@@ -80,6 +89,7 @@ def write_beat(path: Path) -> dict[str, Any]:
         "phase_started": running.start_s if running else now,
         "phase_s": time.monotonic() - running.started if running else 0.0,
         "time": now,
+        "ended": ended,
     }
     partial = path.with_suffix(path.suffix + ".partial")
     try:

@@ -7,6 +7,7 @@ all processes, whose warnings and errors it merges by time.
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ class Snapshot:
 
     Args:
         directory: of the run.
-        state: starting: no heartbeat yet; silent: its controller has stopped without a word.
+        state: starting: no heartbeat yet; silent: its controller has stopped without a word, and nothing says why.
         attempt: how many times it was started.
         total_steps: of the configuration.
         lines: of metrics.jsonl.
@@ -76,28 +77,53 @@ def look(directory: Path) -> Snapshot:
     Raises:
         ConfigError: the directory holds no run.
     """
+    return _look(directory, _Metrics(directory / "metrics.jsonl"))
+
+
+def _look(directory: Path, metrics: _Metrics) -> Snapshot:
     resolved = directory / "resolved.json"
     if not resolved.is_file():
         raise ConfigError("no run: resolved.json is missing", where=str(directory), fix="give a run's directory")
     beats = tuple(read_beats(directory / "logs"))
     ending = read_ending(directory / "ending.json")
-    silent_s = next((beat["silent_s"] for beat in beats if beat["role"] == "controller"), None)
+    controller = next((beat for beat in beats if beat["role"] == "controller"), None)
+    is_live = controller is not None and not controller["ended"] and controller["silent_s"] <= SILENT_S
     state: State
     if ending is not None:
         state = "ended"
-    elif (directory / "summary.json").is_file() and (silent_s is None or silent_s > SILENT_S):
+    elif is_live:
+        state = "running"
+    elif (directory / "summary.json").is_file():
         state = "finished"
-    elif silent_s is None:
-        state = "starting"
     else:
-        state = "running" if silent_s <= SILENT_S else "silent"
-    metrics = directory / "metrics.jsonl"
-    text = metrics.read_text(encoding="utf-8") if metrics.is_file() else ""
-    # The last line may be half written.
-    lines = tuple(json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n"))
+        state = "starting" if controller is None else "silent"
     attempt = 1 + len(list((directory / "logs").glob("attempt-*")))
     steps = int(json.loads(resolved.read_text(encoding="utf-8"))["config"]["run"]["steps"])
-    return Snapshot(directory, state, attempt, steps, lines, beats, ending)
+    return Snapshot(directory, state, attempt, steps, metrics.read(), beats, ending)
+
+
+class _Metrics:
+    """Lines of a JSONL file; what was read once is not read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._lines: list[dict[str, Any]] = []
+
+    def read(self) -> tuple[dict[str, Any], ...]:
+        """All lines that are there now."""
+        if not self._path.is_file():
+            return ()
+        if self._path.stat().st_size < self._position:  # the run was resumed from an earlier step
+            self._position = 0
+            self._lines.clear()
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if line.endswith(b"\n"):  # the last line may be half written
+                    self._lines.append(json.loads(line))
+                    self._position += len(line)
+        return tuple(self._lines)
 
 
 def status(directory: Path, num_errors: int = 10) -> str:
@@ -143,12 +169,29 @@ def errors(logs: Path) -> list[str]:
     Args:
         logs: directory of the run's logs; earlier attempts are not looked at.
     """
-    found = []
-    for path in sorted(logs.glob("*.log")):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            found += _errors_of(file.read().decode("utf-8", errors="replace").splitlines())
-    return [text for _, text in sorted(found, key=lambda entry: entry[0])]
+    return _Errors(logs).read()
+
+
+class _Errors:
+    """Warnings and errors in a directory of logs; only files that have changed are read again."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._found: dict[Path, tuple[tuple[int, int], list[tuple[str, str]]]] = {}
+
+    def read(self) -> list[str]:
+        """Those of all files now, by time."""
+        for path in sorted(self._logs.glob("*.log")):
+            with path.open("rb") as file:
+                now = os.fstat(file.fileno())
+                version = (now.st_size, now.st_mtime_ns)
+                if path in self._found and self._found[path][0] == version:
+                    continue
+                file.seek(max(0, now.st_size - _TAIL_BYTES))
+                text = file.read().decode("utf-8", errors="replace")
+            self._found[path] = (version, _errors_of(text.splitlines()))
+        merged = sorted((entry for _, found in self._found.values() for entry in found), key=lambda entry: entry[0])
+        return [text for _, text in merged]
 
 
 def _errors_of(lines: Sequence[str]) -> list[tuple[str, str]]:
@@ -178,10 +221,12 @@ def attach(directory: Path, console: Console | None = None, *, sleep: Callable[[
     Raises:
         ConfigError: the directory holds no run.
     """
-    shown = _Shown(Console("auto", look(directory).total_steps) if console is None else console)
+    metrics = _Metrics(directory / "metrics.jsonl")
+    run = _look(directory, metrics)
+    shown = _Shown(Console("auto", run.total_steps) if console is None else console, directory / "logs")
     try:
         while True:
-            run = look(directory)
+            run = _look(directory, metrics)
             shown.update(run)
             if run.state in ("finished", "ended", "silent"):
                 if run.ending is not None:
@@ -195,10 +240,11 @@ def attach(directory: Path, console: Console | None = None, *, sleep: Callable[[
 class _Shown:
     """What of a run a console has shown already."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, logs: Path) -> None:
         self.console = console
         self._lines = 0
-        self._errors = 0
+        self._errors = _Errors(logs)
+        self._said: set[str] = set()
 
     def update(self, run: Snapshot) -> None:
         """Show what is new."""
@@ -212,9 +258,10 @@ class _Shown:
                 said = " | ".join(f"{name.removeprefix('val/')} {number:.4g}" for name, number in numbers.items())
                 self.console.note(f"step {line['step']} held out: {said}")
         self._lines = len(run.lines)
-        found = errors(run.directory / "logs")
-        for text in found[min(self._errors, len(found)) :]:
-            self.console.note(text)
-        self._errors = len(found)
+        # A process may be late with a line whose time is earlier than that of one shown already.
+        for text in self._errors.read():
+            if text not in self._said:
+                self._said.add(text)
+                self.console.note(text)
         if run.controller is not None:
             self.console.show_phase(run.controller["phase"], run.controller["phase_s"] + run.controller["silent_s"])

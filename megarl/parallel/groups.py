@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -65,11 +66,11 @@ class ParallelGroups:
         return self.is_last_stage and self.coordinate.tp == 0 and self.coordinate.cp == 0
 
 
-def plain_groups(layout: ParallelLayout) -> ParallelGroups:
+def plain_groups(layout: ParallelLayout, timeout_s: float) -> ParallelGroups:
     """Groups of this process from torch.distributed alone, in the same order on every rank.
 
-    Collective: every rank of the default group calls it. Raises LayoutError if the default group is not the layout's
-    size.
+    Collective: every rank of the default group calls it. ``timeout_s`` is the time-out of their collectives in seconds:
+    torch does not take it over from the default group. Raises LayoutError if that is not of the layout's size.
     """
     if dist.get_world_size() != layout.world_size:
         raise LayoutError(f"{dist.get_world_size()} processes were started for a layout of {layout.world_size} ranks")
@@ -77,7 +78,7 @@ def plain_groups(layout: ParallelLayout) -> ParallelGroups:
     mine: dict[str, ProcessGroup] = {}
     for axis, members in _partitions(layout):
         # new_group is collective: all ranks make all groups, in one order.
-        group = dist.new_group(members)
+        group = dist.new_group(members, timeout=timedelta(seconds=timeout_s))
         if rank in members:
             mine[axis] = group
     return ParallelGroups(

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,8 @@ import torch.multiprocessing as processes
 from megarl.platform.device import get_device
 
 WARM_UP, MEASURED = 3, 10
+TIMEOUT = timedelta(seconds=60)
+"""Of the ranks meeting and of an all-reduce; who asks for a measurement waits longer."""
 
 
 def measure(rank: int, ranks: int, device_name: Literal["cpu", "cuda"], mib: int, folder: str) -> None:
@@ -29,7 +32,8 @@ def measure(rank: int, ranks: int, device_name: Literal["cpu", "cuda"], mib: int
     device = get_device(device_name)
     device.bind(rank)
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group(device.collective_backend, store=store, rank=rank, world_size=ranks)
+    store.set_timeout(TIMEOUT)
+    dist.init_process_group(device.collective_backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     values = torch.ones(mib * 2**20 // 4, dtype=torch.float32, device=device.torch_device)
     seconds = []
     for _ in range(WARM_UP + MEASURED):

@@ -19,7 +19,7 @@ def members(groups: ParallelGroups) -> dict[str, list[int]]:
 
 def both(rank: Rank, layout: ParallelLayout) -> tuple[dict[str, list[int]], dict[str, list[int]], list[list[int]]]:
     groups = rank.start(layout)
-    plain = plain_groups(layout)
+    plain = plain_groups(layout, rank.timeout_s)
     assert (plain.rank, plain.coordinate, plain.reports) == (groups.rank, groups.coordinate, groups.reports)
     grid = [layout.ranks_along(axis, groups.coordinate) for axis in ("tp", "pp", "dp")]
     return members(groups), members(plain), grid
@@ -37,7 +37,7 @@ def test_groups_agree_with_megatron_and_with_the_grid(ranks: RankPool, layout: P
 def wrong_size(rank: Rank) -> str:
     rank.join()
     with pytest.raises(LayoutError) as error:
-        plain_groups(ParallelLayout(tp=4))
+        plain_groups(ParallelLayout(tp=4), rank.timeout_s)
     return str(error.value)
 
 

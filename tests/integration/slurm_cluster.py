@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
+
+import psutil
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol")
 
@@ -205,9 +208,39 @@ class SlurmCluster:
         limit = 60 * int(hours) + int(minutes) + lead_minutes
         self._command(["scontrol", "update", f"JobId={job}", f"TimeLimit={limit}"])
 
+    def lose(self, name: str) -> None:
+        """End a node as a power cut would: its daemon, Slurm's processes for its steps, and all that they started."""
+        daemon = int((self.run_dir / f"slurmd-{name}.pid").read_text())
+        there = [process for process in psutil.process_iter() if self._is_on(process, name)]
+        steps = {step.pid for process in there if (step := _step_of(process)) is not None}
+        pids = (daemon, *steps, *(process.pid for process in there))
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none sees another one die
+            for pid in pids:
+                _kill(pid, number)
+
+    def _is_on(self, process: psutil.Process, node: str) -> bool:
+        """Whether a process of a job runs on the node of this cluster; other clusters use the same names."""
+        try:
+            variables = process.environ()
+        except psutil.Error:
+            return False
+        return (variables.get("SLURMD_NODENAME"), variables.get("SLURM_CONF")) == (node, self.environment["SLURM_CONF"])
+
+    def bring_back(self, name: str) -> None:
+        """Start the daemon of a lost node again."""
+        self._command(["slurmd", "-N", name])
+
     def start_now(self, job: int) -> None:
         """Let a requeued job start at once: Slurm makes it wait two minutes."""
         self._command(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+
+
+def _step_of(process: psutil.Process) -> psutil.Process | None:
+    """The process of Slurm's that started it."""
+    try:
+        return next((one for one in process.parents() if one.name().startswith("slurmstepd")), None)
+    except psutil.Error:
+        return None
 
 
 def _kill(pid: int, number: int) -> bool:

@@ -268,6 +268,37 @@ def test_a_node_whose_daemon_was_killed_is_named_before_ray_starts(tmp_path: Pat
     assert "| exit code 13 | not requeued: 0 of 0 restarts are used (MEGARL_REQUEUES)" in job.last_line
 
 
+def test_a_node_lost_in_mid_step_is_named_and_the_job_goes_on_until_its_budget_is_spent(
+    keys: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    """Twice: the first time the job is requeued and goes on from its checkpoint, the second time it ends."""
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    options = [f"run.dir={tmp_path / 'run'}", *keys, "run.steps=100000", "checkpoint.every_steps=2"]
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=2) as cluster:
+        job = Job(cluster, tmp_path, *options, lines=f"export MEGARL_REQUEUES=1\n{SFT}")
+        saved = 3
+        for attempt, follows in ((1, "requeued: restart 1 of 1"), (2, "not requeued: 1 of 1 restarts are used")):
+            job.wait_for(f"step {saved + 2}/100000")
+            lost = "n1" if cluster.state(job.id)["BatchHost"] == "n2" else "n2"
+            cluster.lose(lost)
+            job.wait_for(f"| exit code 13 | {follows}")
+            assert job.last_line.startswith(f"megarl: try ({job.id}), attempt {attempt} | ")
+            assert f"lost node {lost}" in job.last_line or "NodeError: " in job.last_line
+            assert f" on {lost}" in job.last_line and ", phase " in job.last_line
+            assert job.last_line.count("exit code") == 1
+            cluster.wait_for(lambda: not leftovers(tmp_path), 60)
+            cluster.bring_back(lost)
+            saved = int(json.loads((tmp_path / "run" / "checkpoints" / "latest").read_text()).removeprefix("step_"))
+            if attempt == 1:
+                cluster.wait_for(lambda: cluster.state(job.id)["JobState"] == "PENDING", 300)
+                cluster.start_now(job.id)
+                job.wait_for("continuing")
+                assert f"after step {saved} from" in job.output
+        state = job.end()
+        assert (state["JobState"], state["ExitCode"]) == ("FAILED", "13:0")
+
+
 def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: SlurmCluster, tmp_path: Path):
     jobs = []
     for name in ("first", "second"):

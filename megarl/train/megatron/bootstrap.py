@@ -110,7 +110,7 @@ def initialize_megatron(layout: ParallelLayout, timeout_s: float) -> ParallelGro
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=timeout_s / 60,  # it makes a timedelta of them, so fractions count
         # Host copies of groups are for checkpoints of device tensors; on CPU the groups are gloo's already.
         create_gloo_process_groups=False,
     )

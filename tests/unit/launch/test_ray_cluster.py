@@ -119,6 +119,8 @@ def test_a_process_that_died_with_its_node_is_the_nodes_failure(
     found = start(driver=driver).outcome()
     assert found[:2] == (code, cause)
     assert (f"lost node {node}: " in found[2]) == (cause == "node")
+    assert f"WorkerError: killed (actor rank 1 on {node}, phase save, step 4)" in found[2]
+    assert ("exit code" in found[2]) == (cause == "run")  # the job's is another one where its node was lost
 
 
 def test_a_driver_that_fails_because_its_node_is_going_is_the_nodes_failure(start):

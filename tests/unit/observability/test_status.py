@@ -23,10 +23,13 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def beat(run: Path, role: str, rank: int, *, ago_s: float = 1.0, phase: str = "step/rollout", phase_s: float = 4.0):
+def beat(
+    run: Path, role: str, rank: int, *, ago_s: float = 1.0, phase: str = "step/rollout", phase_s: float = 4.0,
+    ended: bool = False,
+) -> None:  # fmt: skip
     now = time.time() - ago_s
     record = {"role": role, "rank": rank, "pid": 7, "node": "n2", "step": 3, "version": 2, "phase": phase}
-    record |= {"phase_s": phase_s, "phase_started": now - phase_s, "time": now}
+    record |= {"phase_s": phase_s, "phase_started": now - phase_s, "time": now, "ended": ended}
     (run / "logs" / f"{role}-{rank}.heartbeat.json").write_text(json.dumps(record))
 
 
@@ -70,6 +73,14 @@ def test_a_run_that_ended_says_why_and_one_that_finished_has_finished(run: Path)
     assert look(run).state == "finished"
     write_ending(run / "ending.json", ending_of(TrainError("loss is nan"), 11))
     assert "ended: TrainError: loss is nan | exit code 11" in status(run)
+
+
+def test_a_run_whose_controller_has_ended_has_finished_at_once(run: Path):
+    beat(run, "controller", 0)
+    (run / "summary.json").write_text("{}")
+    assert look(run).state == "running"  # it is closing
+    beat(run, "controller", 0, ended=True)
+    assert look(run).state == "finished"
 
 
 def test_a_run_that_goes_on_in_a_directory_with_an_older_summary_is_running(run: Path):
@@ -125,6 +136,33 @@ def test_attached_one_sees_each_step_once_and_the_end(run: Path):
     lines = output.getvalue().splitlines()
     assert [line.split(" |")[0] for line in lines if line.startswith("step")] == ["step 1/9", "step 2/9", "step 3/9"]
     assert sum("CUDA out of memory" in line for line in lines) == 1
+
+
+def test_attached_one_sees_a_line_that_comes_late_and_a_run_that_goes_back(run: Path):
+    beat(run, "controller", 0)
+    steps(run, 1, 2, 3)
+    (run / "logs" / "actor-0.log").write_text(LOG_0)
+    output = io.StringIO()
+
+    def end() -> None:
+        (run / "summary.json").write_text("{}")
+        beat(run, "controller", 0, ended=True)
+
+    moments = iter([lambda: (run / "logs" / "actor-1.log").write_text(LOG_1), lambda: steps(run, 1), end])
+    assert attach(run, Console("plain", 9, stream=output), sleep=lambda _: next(moments)()).state == "finished"
+    lines = output.getvalue().splitlines()
+    assert [line.split(" |")[0] for line in lines if line.startswith("step")] == [
+        "step 1/9", "step 2/9", "step 3/9", "step 1/9",
+    ]  # fmt: skip
+    assert sorted(line.split()[1] for line in lines if "[actor" in line) == [
+        "01:00:01,500", "01:00:02,500", "01:00:03,000",
+    ]  # fmt: skip
+
+
+def test_attaching_to_a_run_whose_controller_fell_silent_is_a_failure(run: Path, capsys: pytest.CaptureFixture[str]):
+    beat(run, "controller", 0, ago_s=100)
+    assert cli.main(["attach", str(run)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"run {run}: silent"
 
 
 def test_attaching_to_a_run_that_ended_has_its_exit_code(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -122,7 +122,8 @@ def test_a_heartbeat_says_which_phase_runs_since_when(tmp_path, caplog, clean_lo
         time.sleep(0.2)
         beat = read_beats(tmp_path / "beats")[0]
     assert (beat["role"], beat["rank"], beat["step"], beat["phase"]) == ("actor", 2, 7, "step/sync")
-    assert 0.05 < beat["phase_s"] < 5 and beat["silent_s"] < 5
+    assert 0.05 < beat["phase_s"] < 5 and beat["silent_s"] < 5 and not beat["ended"]
+    assert read_beats(tmp_path / "beats")[0]["ended"]
     assert [record.message for record in caplog.records] == ["phase step/sync has been running for 0 s"]
     assert not [thread for thread in threading.enumerate() if thread.name == "megarl-heartbeat"]
 
