@@ -74,6 +74,7 @@ class Intake:
         timeout_s = membership.timeout_s
         deadline = time.monotonic() + timeout_s
         self._board = Board.join(membership.board, timeout_s)
+        self._board.name = who
         try:
             for source in program.peers(HOST, sends=False):
                 name = membership.names[source]

@@ -181,6 +181,7 @@ class WeightSender:
         with self._phase("connect"):
             if session.board is None:
                 session.board = Board.join(membership.board, timeout_s)
+            session.board.name = self.name
             if session.outlet is not None:
                 readers = session.program.peers(HOST, sends=True)
                 names = {reader: session.names[reader] for reader in readers}

@@ -3,12 +3,14 @@
 Invariants:
 1. The first failure stays; whoever waits for anything reads it within ``CHECK_S``.
 2. A board whose host is gone counts as a failure of the session.
+3. At the time-out the end that is late is named, not one that waits for it as well.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,9 @@ import torch.distributed as dist
 
 CHECK_S = 0.05
 
+# Waits that last so long are told to the others; at the time-out what others tell is looked at so many times.
+_LONG_S = 0.1
+_LOOKS = 6
 _FAILED = "failed"
 _STORE_TIMEOUT = timedelta(seconds=30)
 
@@ -49,7 +54,12 @@ class Board:
     def __init__(self, store: dist.TCPStore, local_host: str) -> None:
         self.store = store
         self.local_host = local_host
+        self.name = ""
+        """How messages call this end."""
         self._next_check = 0.0
+        self._waits_for: tuple[str, ...] = ()
+        self._since = 0.0
+        self._is_told = False
 
     @classmethod
     def host(cls, host: str) -> Board:
@@ -80,14 +90,64 @@ class Board:
         except RuntimeError:  # the board is gone, and its absence tells the others
             return
 
-    def check(self, deadline: float, whom: str) -> None:
-        """While waiting for ``whom``: raises TransportError if an end failed or the deadline passed."""
+    def check(self, deadline: float, whom: Sequence[str]) -> None:
+        """While waiting for these ends: raises TransportError if an end failed or the deadline (``monotonic``) passed.
+
+        ``arrived`` ends the wait.
+        """
         now = time.monotonic()
+        if self._waits_for != tuple(whom):
+            self.arrived()
+            self._waits_for, self._since = tuple(whom), now
         if now >= self._next_check:
             self._next_check = now + CHECK_S
             self.raise_reported()
+            if not self._is_told and now - self._since > _LONG_S:
+                self._tell("\n".join(whom))
         if now > deadline:
-            raise TransportError(f"no answer from {whom} within the time-out")
+            raise TransportError(f"no answer from {', '.join(self._late(whom))} within the time-out")
+
+    def arrived(self) -> None:
+        """What this end waited for has come."""
+        self._waits_for = ()
+        if self._is_told:
+            self._tell("")
+
+    def _tell(self, whom: str) -> None:
+        try:
+            self.store.set(f"waits/{self.name}", whom)
+        except RuntimeError as error:
+            raise TransportError("the rank that hosts the session is gone") from error
+        self._is_told = bool(whom)
+
+    def _late(self, whom: Sequence[str]) -> list[str]:
+        """Of these ends and of those they wait for in turn, the ones that wait for nobody; all if each one waits.
+
+        Looked at for a while: one that works slowly lets others go on in between. Raises TransportError if one of them
+        reports first.
+        """
+        late: set[str] = set()
+        waiting = {self.name}
+        for _ in range(_LOOKS):
+            seen, left = {self.name}, list(whom)
+            while left:
+                name = left.pop()
+                if name not in seen:
+                    seen.add(name)
+                    others = self._waited_for(name)
+                    left += others
+                    (waiting if others else late).add(name)
+            self.raise_reported()
+            time.sleep(_LONG_S)
+        return sorted(late - waiting) or list(whom)
+
+    def _waited_for(self, name: str) -> list[str]:
+        key = f"waits/{name}"
+        try:
+            told = self.store.get(key).decode() if self.store.check([key]) else ""
+        except RuntimeError as error:
+            raise TransportError("the rank that hosts the session is gone") from error
+        return told.split("\n") if told else []
 
     def raise_reported(self) -> None:
         """Raises TransportError if another end failed, or the board is gone."""
@@ -104,8 +164,9 @@ class Board:
             self.store.set(f"{key}/{side}", value)
             other = f"{key}/{1 - side}"
             while not self.store.check([other]):
-                self.check(deadline, whom)
+                self.check(deadline, [whom])
                 time.sleep(0.001)
+            self.arrived()
             found = self.store.get(other).decode()
         except RuntimeError as error:
             raise TransportError("the rank that hosts the session is gone") from error

@@ -94,7 +94,7 @@ class Outlet:
         self._board, self._names = board, readers
         while missing := readers.keys() - self._readers.keys():
             if not wait([self._listener], CHECK_S):
-                board.check(deadline, ", ".join(readers[reader] for reader in sorted(missing)))
+                board.check(deadline, [readers[reader] for reader in sorted(missing)])
                 continue
             connection, _ = self._listener.accept()
             if not _is_own(connection):
@@ -109,6 +109,7 @@ class Outlet:
             socket.send_fds(connection, [header], descriptors)
             connection.sendall(handle)
             self._readers[reader], self._done[reader] = connection, -1
+        board.arrived()
 
     def begin(self) -> None:
         """An update starts, whose buckets are numbered from the beginning."""
@@ -140,7 +141,8 @@ class Outlet:
                 if self._done[reader] >= number:
                     del waiting[connection]
             if not ready:
-                self._board.check(deadline, ", ".join(self._names[reader] for reader in waiting.values()))
+                self._board.check(deadline, [self._names[reader] for reader in waiting.values()])
+        self._board.arrived()
 
     def close(self) -> None:
         """Leave; readers see it at once."""
@@ -204,7 +206,8 @@ class Inlet:
     def wait(self, number: int, *, deadline: float) -> None:
         """Wait until a bucket is packed. Raises TransportError."""
         while not wait([self._socket], CHECK_S):
-            self._board.check(deadline, self._source)
+            self._board.check(deadline, [self._source])
+        self._board.arrived()
         try:
             found = _MESSAGE.unpack(_exactly(self._socket, _MESSAGE.size))[0]
         except OSError as error:

@@ -95,10 +95,10 @@ class Network:
         """Wait until it is complete. Raises TransportError."""
         if self._waiter is not None:
             while not transfer.done.wait(0.02):
-                self._board.check(transfer.deadline, transfer.peer)
+                self._board.check(transfer.deadline, [transfer.peer])
         else:
             while not transfer.work.is_completed():
-                self._board.check(transfer.deadline, transfer.peer)
+                self._board.check(transfer.deadline, [transfer.peer])
                 time.sleep(_POLL_S)
             try:
                 transfer.work.wait()
@@ -111,6 +111,7 @@ class Network:
                 time.sleep(_POLL_S * 50)
             raise TransportError(f"{transfer.peer}: {first_line(transfer.error)}") from transfer.error
         self._pending -= 1
+        self._board.arrived()
 
     def close(self) -> None:
         """Leave the group."""

@@ -1,14 +1,17 @@
 """Hugging Face configurations: what is read, and that what cannot be represented is refused by name."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from megarl import models
 from megarl.errors import ModelError
 from megarl.models import RopeScaling, load_spec, spec_from_config
-from megarl.models.registry import REFUSED
+from megarl.models.registry import FAMILIES, REFUSED
 from megarl.models.spec import LatentAttention, MixtureOfExperts, YarnScaling
 from megarl.models.tiny import tiny_config
+from tests.unit.weights.awkward import AWKWARD
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -381,3 +384,15 @@ def test_some_layers_of_a_sparse_model_are_dense():
 def test_a_family_that_cannot_be_held_is_refused_with_the_reason(family):
     with pytest.raises(ModelError, match=f"'{family}' is refused: it has (norm|experts)"):
         spec_from_config({"model_type": family})
+
+
+def test_the_readme_says_which_families_are_held_trained_and_refused():
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (Path(models.__file__).parent / "README.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    told = {name.strip("` "): row[1:3] for row in rows for name in row[0].split(",")}
+    expected = {family: ["yes", "yes" if spec.not_trained is None else "refused"] for family, spec in AWKWARD.items()}
+    assert told == expected | {family: ["refused", "refused"] for family in REFUSED}
+    assert AWKWARD.keys() == FAMILIES.keys()
