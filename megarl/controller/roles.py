@@ -178,8 +178,7 @@ def build_roles(
     algorithm, seed, kl = config.algorithm, config.run.seed, config.algorithm.kl
     rollout = RolloutRole(engines, config.rollout, watch, seed=seed)
     sampling = rollout.sampling
-    training = [actor] if critic is None else [actor, critic]
-    turns = DeviceTurns(takes_turns(config), training, engines, watch)
+    turns = device_turns(config, actor, critic, engines, watch)
     values = None
     if config.sync.verify == "values":
         vocab_size = load_spec(config.model.path).vocab_size
@@ -200,10 +199,27 @@ def build_roles(
     )
 
 
+def device_turns(
+    config: TrainConfig, actor: WorkerGroup, critic: WorkerGroup | None, engines: Sequence[Member], watch: Watch
+) -> DeviceTurns:
+    """Engines take turns with the roles that leave the device; one that does not stays beside them."""
+    groups = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
+    leaving = [groups[role] for role in leaving_roles(config)]
+    return DeviceTurns(takes_turns(config), leaving, engines, watch)
+
+
+def leaving_roles(config: TrainConfig) -> list[str]:
+    """Roles whose training state leaves devices that they share with engines, while those sample."""
+    cluster, critic = config.cluster, config.critic
+    if cluster.device != "cuda" or cluster.placement != "colocated":
+        return []
+    roles = ["actor"] if config.actor.engine.offload else []
+    return [*roles, "critic"] if critic is not None and critic.engine.offload else roles
+
+
 def takes_turns(config: TrainConfig) -> bool:
-    """Whether training and engines share devices whose memory does not hold both."""
-    cluster = config.cluster
-    return cluster.device == "cuda" and cluster.placement == "colocated" and config.actor.engine.offload
+    """Whether engines sleep while training runs, since devices do not hold both."""
+    return bool(leaving_roles(config))
 
 
 def check_algorithm(config: TrainConfig) -> None:

@@ -110,10 +110,12 @@ def forecast(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: Mode
     return result
 
 
-def takes_turns(config: TrainConfig) -> bool:
-    """Whether training and engines hold the device in turn (``controller/roles.py`` decides by the same keys)."""
+def leaving_roles(config: TrainConfig) -> list[str]:
+    """Roles that leave devices shared with engines (``controller/roles.py`` decides by the same keys)."""
     cluster = config.cluster
-    return cluster.device == "cuda" and cluster.placement == "colocated" and config.actor.engine.offload
+    if cluster.device != "cuda" or cluster.placement != "colocated":
+        return []
+    return [role for role, part in trained(config) if part.engine.offload]
 
 
 def _rank(
@@ -129,6 +131,11 @@ def _rank(
 
 def _states(ranks: dict[str, RankMemory]) -> dict[str, int]:
     return {f"{role} state": memory.state.total for role, memory in ranks.items()}
+
+
+def _owner(role: str) -> str:
+    """The role in whose processes one lives."""
+    return "actor" if role == "reference" else role
 
 
 def _phases(
@@ -151,9 +158,9 @@ def _phases(
         contexts = CONTEXT_BYTES * (num_training + 1 if shares else 1)
     result.kv_tokens = max(kv, 0) // kv_token_bytes
     bucket = {"buckets": 2 * config.sync.bucket_mib * _MIB}
-    turns = takes_turns(config)
-    beside = {} if turns or not shares or gpu is None else engine  # on CPU each process has memory of its own
-    held = {} if turns or not shares or gpu is None else states
+    leaving = leaving_roles(config)
+    beside = {} if leaving or not shares or gpu is None else engine  # on CPU each process has memory of its own
+    held = {} if not shares or gpu is None else _states({r: m for r, m in ranks.items() if _owner(r) not in leaving})
     context = {"contexts": contexts} if contexts else {}
     result.phases["rollout"] = {**engine, **held, **context}
     passes = [("old_log_probs", "actor", "inference"), ("update_actor", "actor", "training")]
@@ -194,7 +201,7 @@ def _host(
             memory = ranks[name]
             if gpu is None:
                 result.host[name] = count * (memory.state.total + max(memory.training, memory.inference))
-            elif isinstance(config, TrainConfig) and takes_turns(config):
+            elif isinstance(config, TrainConfig) and role in leaving_roles(config):
                 result.host[f"{name} offloaded"] = count * (memory.state.weights + memory.state.optimizer)
     if isinstance(config, TrainConfig):
         rollout = config.rollout

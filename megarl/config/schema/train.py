@@ -86,7 +86,8 @@ class EngineConfig(StrictModel):
     """Coefficient of the load-balancing loss of a mixture of experts in training: each sequence's, which is 1 where all
     experts get as many tokens, averaged over the minibatch's sequences and summed over layers."""
     offload: bool = False
-    """Move weights, gradients and optimizer state to host memory between phases (colocated roles on GPU)."""
+    """Move the role's weights, gradients and optimizer state to host memory while colocated engines sample, and let the
+    engines sleep while training runs (GPU). The reference policy moves with the actor."""
 
     @property
     def fp8_multiple(self) -> int:

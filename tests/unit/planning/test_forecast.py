@@ -117,11 +117,25 @@ def test_fine_tuning_has_one_phase():
 
 
 @pytest.mark.parametrize(
-    "keys", [[], ["actor.engine.offload=false"], ["cluster.placement=split", "cluster.num_nodes=2"]]
+    ("keys", "leaving"),
+    [
+        ([], ["actor", "critic"]),
+        (["actor.engine.offload=false"], ["critic"]),
+        (["critic.engine.offload=false"], ["actor"]),
+        (["actor.engine.offload=false", "critic.engine.offload=false"], []),
+        (["cluster.placement=split", "cluster.num_nodes=2"], []),
+    ],
 )
-def test_the_forecast_and_the_controller_agree_on_who_takes_turns(keys: list[str]):
+def test_the_forecast_and_the_controller_agree_on_who_leaves_the_device(keys: list[str], leaving: list[str]):
     from megarl.controller import roles
     from megarl.planning import forecast as planned
 
-    config = load_train("grpo_7b", keys).config
-    assert planned.takes_turns(config) == roles.takes_turns(config)
+    config, spec = load_train("ppo_7b", keys).config, known_spec("Qwen2.5-7B")
+    assert planned.leaving_roles(config) == roles.leaving_roles(config) == leaving
+    assert roles.takes_turns(config) == bool(leaving)
+    expected = forecast(config, spec, spec, H100)
+    shares = config.cluster.placement == "colocated"
+    for role in ("actor", "critic"):
+        assert (f"{role} state" in expected.phases["rollout"]) == (shares and role not in leaving)
+        assert (f"{role} offloaded" in expected.host) == (role in leaving)
+    assert ("kv cache" in expected.phases["update_critic"]) == (shares and not leaving)
