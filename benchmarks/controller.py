@@ -218,7 +218,7 @@ def measure(ranks: int, arguments: argparse.Namespace, tokenizer: Any) -> Measur
         members("actor", training, layout.world_size),
         members("rollout", engines, config.rollout.replicas),
     )
-    watch = Watch()
+    watch = Watch(600.0)
     watch.add([*actors, *replicas])
     group = WorkerGroup(TrainWorker, actors, layout, watch)
     rollout, algorithm = RolloutRole(replicas, config.rollout, watch, seed=1), config.algorithm

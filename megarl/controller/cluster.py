@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -34,6 +36,8 @@ RUN_MARK = "MEGARL_RUN_ID"
 # Time for processes to end by themselves before they are killed.
 _TERM_GRACE_S = 2.0
 _KILL_ROUNDS = 3
+# Time for the head of a given cluster to take a connection.
+_CONNECT_S = 30.0
 
 
 class Cluster:
@@ -76,8 +80,11 @@ class Cluster:
 
     def _connect(self, address: str) -> None:
         try:
+            # Ray itself tries for minutes where nobody listens.
+            if (place := re.fullmatch(r"([\w.-]+):(\d+)", address)) is not None:
+                socket.create_connection((place[1], int(place[2])), timeout=_CONNECT_S).close()
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        except ConnectionError as error:
+        except OSError as error:  # refused, no route, no such host, or no answer in time
             raise SetupError(
                 f"no Ray cluster answers at {address}: {error}",
                 where="cluster.ray_address",

@@ -104,7 +104,10 @@ class Watch:
     # How often observers are called during a wait.
     tick_s = 1.0
 
-    def __init__(self, timeout_s: float | None = None) -> None:
+    # Longest fetch of a result that is there already.
+    fetch_s = 60.0
+
+    def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         """Of calls that bring none of their own."""
         self.members: list[Member] = []
@@ -125,15 +128,15 @@ class Watch:
             Exception: what an observer raised.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         pending = dict(calls)
         results: dict[Any, Any] = {}
         sentinels = {member.sentinel: member for member in self.members}
         while pending:
             for observe in self.observers:
                 observe(pending)
-            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            is_tick = bool(self.observers) and (wait_s is None or wait_s > self.tick_s)
+            wait_s = max(0.0, deadline - time.monotonic())
+            is_tick = bool(self.observers) and wait_s > self.tick_s
             if is_tick:
                 wait_s = self.tick_s
             started = time.monotonic()
@@ -158,7 +161,7 @@ class Watch:
                 )
             for ref in ready:
                 try:
-                    results[ref] = ray.get(ref)
+                    results[ref] = ray.get(ref, timeout=self.fetch_s)
                 except RayError as error:
                     raise self._verdict(calls, sentinels, ref, error) from error
                 pending.pop(ref, None)
@@ -176,7 +179,7 @@ class Watch:
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         for ref in ready:
             try:
-                ray.get(ref)
+                ray.get(ref, timeout=self.fetch_s)
             except RayError as another:
                 failures[ref] = another
         members = {**calls, **sentinels}

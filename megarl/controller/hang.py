@@ -191,7 +191,7 @@ def ask_stacks(members: Sequence[Member]) -> dict[Who, list[Stack]]:
     answers = {}
     for ref in ready:
         try:
-            answers[calls[ref]] = ray.get(ref)
+            answers[calls[ref]] = ray.get(ref, timeout=ANSWER_S)
         except RayError as error:
             logger.warning("%s rank %d did not say where it is: %s", *calls[ref], error)
     return answers

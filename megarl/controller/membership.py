@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
 import ray
 
 POLL_S = 0.5
+# Ray may wait for minutes inside one call for a head that took the connection and says nothing.
+MARGIN_S = 1.0
 NODE_RESOURCE = "slurm:"
 """What the name of a node's own resource begins with; Slurm's name of the node follows."""
 
@@ -37,6 +41,13 @@ def connect(address: str, end: float) -> str | None:
         time.sleep(POLL_S)
 
 
+def _give_up(reason: str) -> None:
+    """From another thread: the main one is inside a call of Ray's."""
+    sys.stderr.write(reason)
+    sys.stderr.flush()
+    os._exit(3)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when all are there, 3 at the deadline; the reason goes to standard error."""
     parser = argparse.ArgumentParser(prog="megarl.controller.membership")
@@ -46,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     begin = time.monotonic()
     end = begin + args.deadline_s
+    silent = f"no Ray head answered at {args.address} within {args.deadline_s:.0f} s: it is there and says nothing\n"
+    watchdog = threading.Timer(args.deadline_s + MARGIN_S, _give_up, [silent])
+    watchdog.daemon = True
+    watchdog.start()
     refusal = connect(args.address, end)
+    watchdog.cancel()
     if refusal is not None:
         sys.stderr.write(f"no Ray head answered at {args.address} within {args.deadline_s:.0f} s: {refusal}\n")
         return 3

@@ -66,7 +66,7 @@ class Processes:
         for ref, member in calls.items():
             try:
                 if ref in ended:
-                    ray.get(ref)
+                    ray.get(ref, timeout=_STOP_S)
                 else:
                     logger.warning("%s rank %d did not stop within %.0f s", member.role, member.rank, _STOP_S)
             except RayError as error:

@@ -44,6 +44,8 @@ _LARGEST_CHUNK = 64
 _ASYNC_GRACE_S = 1.0
 # How often observers are called.
 _TICK_S = 1.0
+# Longest wait for the end of a process that was killed.
+_REAP_S = 10.0
 
 
 @dataclass(slots=True)
@@ -327,4 +329,7 @@ def _end(worker: _Worker) -> None:
     worker.connection.close()
     if worker.process.returncode is None:
         os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.wait()
+        try:
+            worker.process.wait(timeout=_REAP_S)
+        except subprocess.TimeoutExpired:  # the kernel holds it in a call, on a file system that hangs
+            _logger.warning("scoring process %d was killed and has not ended yet", worker.process.pid)

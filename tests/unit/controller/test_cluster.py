@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -108,3 +109,12 @@ def test_shared_memory_of_the_run_is_removed_unless_somebody_else_uses_it(cluste
             process.communicate()
         for file in (dead, alive, foreign, early):
             file.unlink(missing_ok=True)
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once(cluster: Cluster):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(SetupError, match=f"no Ray cluster answers at 127.0.0.1:{port}: .*refused"):
+        cluster.open(f"127.0.0.1:{port}", num_slots=1, num_gpus=0)
+    assert time.monotonic() - began < 20

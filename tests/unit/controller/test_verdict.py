@@ -40,7 +40,7 @@ class Outcomes:
         ready = [ref for ref in refs if ref in self.outcomes and self.outcomes[ref][0] <= self.now]
         return ready[:num_returns], [ref for ref in refs if ref not in ready[:num_returns]]
 
-    def get(self, ref: str) -> Any:
+    def get(self, ref: str, *, timeout: float) -> Any:
         outcome = self.outcomes[ref][1]
         if isinstance(outcome, BaseException):
             raise outcome
@@ -61,7 +61,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, tuple[float, Any]
     """The error of a call on actor ranks 0 and 1 beside an engine, and when it was raised."""
     ray = Outcomes(outcomes)
     monkeypatch.setattr(dispatch, "ray", ray)
-    watch = Watch()
+    watch = Watch(600.0)
     actors = [Member("actor", rank, None, f"watch actor {rank}") for rank in range(2)]
     watch.add([*actors, Member("rollout", 0, None, "watch rollout 0")])
     with span("update_actor"), pytest.raises(MegarlError) as caught:
@@ -140,7 +140,7 @@ def test_a_call_that_does_not_end_names_who_is_late(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dispatch, "ray", Outcomes({"call 0": (1.0, "done")}))
     member = Member("actor", 3, None, "watch")
     with pytest.raises(HangError, match="no answer within 2 s from actor rank 3"):
-        Watch().get({"call 1": member}, timeout_s=2.0)
+        Watch(600.0).get({"call 1": member}, timeout_s=2.0)
 
 
 def test_observers_see_what_is_waited_for_at_the_start_and_at_every_tick_and_may_end_the_wait(
@@ -155,7 +155,7 @@ def test_observers_see_what_is_waited_for_at_the_start_and_at_every_tick_and_may
         if ray.now >= 4.0:
             raise KeyError("enough")
 
-    watch = Watch()
+    watch = Watch(600.0)
     watch.observers.append(observe)
     calls = {f"call {rank}": Member("actor", rank, None, None) for rank in range(2)}
     with pytest.raises(KeyError):
@@ -182,9 +182,9 @@ class Counted(Outcomes):
         self.waits += 1
         return super().wait(*arguments, **options)
 
-    def get(self, ref: str) -> Any:
+    def get(self, ref: str, *, timeout: float) -> Any:
         self.gets += 1
-        return super().get(ref)
+        return super().get(ref, timeout=timeout)
 
 
 def test_results_that_come_together_cost_two_looks_and_one_fetch_each(monkeypatch: pytest.MonkeyPatch):
@@ -192,7 +192,7 @@ def test_results_that_come_together_cost_two_looks_and_one_fetch_each(monkeypatc
     ray = Counted({f"call {rank}": (1.0 if rank < 90 else 2.0, rank) for rank in range(100)})
     monkeypatch.setattr(dispatch, "ray", ray)
     members = [Member("actor", rank, None, f"watch {rank}") for rank in range(100)]
-    watch = Watch()
+    watch = Watch(600.0)
     watch.add(members)
     assert watch.get({f"call {member.rank}": member for member in members}) == list(range(100))
     assert (ray.waits, ray.gets) == (4, 100)
