@@ -122,6 +122,27 @@ def only_adam_is_sharded(config: AnyConfig) -> Iterator[Breach]:
             yield Breach(keys, f"distributed=false with kind {part.optimizer.kind}")
 
 
+def adapters_are_on_layers_once(config: AnyConfig) -> Iterator[Breach]:
+    """A second adapter on a layer would be one of a higher rank."""
+    for role, part in _trained(config):
+        if part.lora is not None and len(set(part.lora.targets)) < len(part.lora.targets):
+            yield Breach((f"{role}.lora.targets",), "each layer once")
+
+
+def adapters_train_by_element(config: AnyConfig) -> Iterator[Breach]:
+    """Muon orthogonalizes the update of a whole matrix, which a factor of a change is not."""
+    for role, part in _trained(config):
+        if part.lora is not None and part.optimizer.kind == "muon":
+            yield Breach((f"{role}.optimizer.kind", f"{role}.lora"), "adam or sgd with adapters")
+
+
+def adapters_multiply_like_their_base(config: AnyConfig) -> Iterator[Breach]:
+    """Frozen weights under FP8 have not been tried with Transformer Engine."""
+    for role, part in _trained(config):
+        if part.lora is not None and part.engine.fp8 is not None:
+            yield Breach((f"{role}.engine.fp8", f"{role}.lora"), "no FP8 with adapters")
+
+
 def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
     """The cap of a microbatch is never exceeded, so the longest sequence must fit into it, with its padding."""
     longest, lengths = _longest(config)
@@ -331,6 +352,9 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     spelled_pipeline_is_whole,
     decay_has_an_end,
     only_adam_is_sharded,
+    adapters_are_on_layers_once,
+    adapters_train_by_element,
+    adapters_multiply_like_their_base,
     microbatch_holds_longest_sequence,
     fp8_multiplies_bfloat16,
     device_has_its_gpus,

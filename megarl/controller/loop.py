@@ -282,7 +282,8 @@ def actor_plan(config: TrainConfig, logs: Path) -> TrainPlan:
         seed=config.run.seed,
         total_updates=config.run.steps
         * updates_per_step(config, config.algorithm.minibatch_size, config.algorithm.epochs),
-        with_reference=config.algorithm.kl.where != "none",
+        with_reference=config.algorithm.kl.where != "none" and actor.lora is None,
+        lora=actor.lora,
         collective_timeout_s=config.cluster.collective_timeout_s,
         logs=logs,
     )
@@ -305,6 +306,7 @@ def critic_plan(config: TrainConfig, logs: Path) -> TrainPlan:
         seed=config.run.seed,
         total_updates=config.run.steps * updates_per_step(config, size, critic.epochs),
         with_reference=False,
+        lora=critic.lora,
         collective_timeout_s=config.cluster.collective_timeout_s,
         logs=logs,
     )

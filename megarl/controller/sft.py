@@ -144,6 +144,7 @@ def plan(config: SftConfig, logs: Path) -> TrainPlan:
         seed=config.run.seed,
         total_updates=config.run.steps,
         with_reference=False,
+        lora=config.actor.lora,
         collective_timeout_s=config.cluster.collective_timeout_s,
         logs=logs,
     )

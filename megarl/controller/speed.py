@@ -36,6 +36,16 @@ def forward_flops(spec: ModelSpec, lengths: Tensor, *, value_head: bool = False)
     return per_token * float(exact.sum()) + per_token_squared * float(exact.square().sum())
 
 
+def update_flops(spec: ModelSpec, lengths: Tensor, *, value_head: bool = False, is_frozen: bool = False) -> float:
+    """Operations of forward and backward pass.
+
+    Gradients of frozen weights, as many matrix products as a forward pass has, are not computed.
+    """
+    per_token, _ = spec.sequence_cost(value_head=value_head)
+    spared = per_token * float(lengths.double().sum()) if is_frozen else 0.0
+    return UPDATE_FACTOR * forward_flops(spec, lengths, value_head=value_head) - spared
+
+
 @cache
 def _spec(path: Path) -> ModelSpec:
     """Read once: every step asks, and the file system may be far away."""
@@ -45,23 +55,25 @@ def _spec(path: Path) -> ModelSpec:
 def step_work(config: TrainConfig, lengths: Tensor) -> dict[str, PhaseWork]:
     """Work of the phases of ``controller/step.py`` that a step of sequences of these lengths may have."""
     actor, critic = config.actor.layout.world_size, config.critic
-    forward = forward_flops(_spec(Path(config.model.path)), lengths)
+    spec = _spec(Path(config.model.path))
+    forward = forward_flops(spec, lengths)
+    update = update_flops(spec, lengths, is_frozen=config.actor.lora is not None)
     work = {
         "old_log_probs": PhaseWork(forward, actor),
         "ref_log_probs": PhaseWork(forward, actor),
-        "update_actor": PhaseWork(UPDATE_FACTOR * config.algorithm.epochs * forward, actor),
+        "update_actor": PhaseWork(config.algorithm.epochs * update, actor),
     }
     if critic is not None:
-        path = Path(config.model.path if critic.path is None else critic.path)
-        forward, ranks = forward_flops(_spec(path), lengths, value_head=True), critic.layout.world_size
-        work["values"] = PhaseWork(forward, ranks)
-        work["update_critic"] = PhaseWork(UPDATE_FACTOR * critic.epochs * forward, ranks)
+        spec, ranks = _spec(Path(config.model.path if critic.path is None else critic.path)), critic.layout.world_size
+        update = update_flops(spec, lengths, value_head=True, is_frozen=critic.lora is not None)
+        work["values"] = PhaseWork(forward_flops(spec, lengths, value_head=True), ranks)
+        work["update_critic"] = PhaseWork(critic.epochs * update, ranks)
     return work
 
 
 def sft_work(config: SftConfig, lengths: Tensor) -> dict[str, PhaseWork]:
     """Work of a supervised step."""
-    flops = UPDATE_FACTOR * forward_flops(_spec(Path(config.model.path)), lengths)
+    flops = update_flops(_spec(Path(config.model.path)), lengths, is_frozen=config.actor.lora is not None)
     return {"update": PhaseWork(flops, config.actor.layout.world_size)}
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 import ray
 import torch.distributed as dist
 
-from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.controller.dispatch import Collect, Split, dispatch
 from megarl.controller.memory import MemoryMeter
 from megarl.data.batch import Batch, Ragged
@@ -50,7 +50,8 @@ class TrainPlan:
         head: lm for a policy, value for a critic.
         seed: of random weights.
         total_updates: optimizer updates planned for the run.
-        with_reference: hold a frozen copy of the initial policy as well.
+        with_reference: hold a frozen copy of the initial policy as well. With adapters there is none: their base is it.
+        lora: adapters to train instead of the weights.
         collective_timeout_s: time-out of collectives.
         logs: directory of the run's log files.
     """
@@ -66,6 +67,7 @@ class TrainPlan:
     seed: int
     total_updates: int
     with_reference: bool
+    lora: LoraConfig | None
     collective_timeout_s: float
     logs: Path
 
@@ -160,6 +162,7 @@ class TrainWorker:
             seed=plan.seed,
             total_updates=plan.total_updates,
             source_dir=plan.model_dir,
+            lora=plan.lora,
         )
         self.reference = (
             MegatronEngine("reference", spec, weights, groups, device, plan.engine, None, seed=plan.seed)
@@ -196,10 +199,10 @@ class TrainWorker:
 
     @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
     def ref_log_probs(self, batch: Batch, *, temperature: float) -> dict[str, Ragged] | None:
-        """``log_probs`` of the frozen reference policy."""
-        assert self.reference is not None
-        with self._memory.watch("reference", "log_probs"):
-            return self.reference.log_probs(batch, temperature=temperature)
+        """``log_probs`` of the reference policy: the frozen one, or the actor without its adapters."""
+        reference = self.engine if self.reference is None else self.reference
+        with self._memory.watch("reference", "log_probs"), reference.without_adapters():
+            return reference.log_probs(batch, temperature=temperature)
 
     @dispatch(split=Split.ROWS, collect=Collect.COLUMNS)
     def values(self, batch: Batch) -> dict[str, Ragged] | None:

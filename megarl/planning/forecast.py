@@ -19,7 +19,7 @@ from megarl.config.schema.roles import ActorConfig, CriticConfig
 from megarl.models import ModelSpec
 from megarl.planning.finding import Finding, Level
 from megarl.planning.gpus import GIB, GPUS, Gpu
-from megarl.planning.memory import Layers, RankMemory, engine_bytes, worst_stage
+from megarl.planning.memory import WEIGHT_BYTES, Layers, RankMemory, engine_bytes, worst_stage
 from megarl.planning.model_fit import longest_sequence, trained
 
 # Assumed, not measured by this project: CUDA context with NCCL's buffers, and resident memory of one process.
@@ -87,7 +87,8 @@ def forecast(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: Mode
         role: _rank(part, critic_spec if role == "critic" else spec, layers, is_critic=role == "critic")
         for role, part in trained(config)
     }
-    if isinstance(config, TrainConfig) and config.algorithm.kl.where != "none":
+    # With adapters the reference policy is the actor without them.
+    if isinstance(config, TrainConfig) and config.algorithm.kl.where != "none" and config.actor.lora is None:
         ranks["reference"] = _rank(config.actor, spec, layers, is_critic=False, is_trained=False)
     result = Forecast(gpu.memory_bytes if gpu is not None else None)
     result.ranks = {
@@ -125,7 +126,7 @@ def _rank(
     return worst_stage(
         spec, layout, part.engine,
         num_microbatches=2 * layout.pp, layers=layers, value_head=is_critic, trained=is_trained,
-        distributed=part.optimizer.distributed, moments=part.optimizer.num_moments,
+        distributed=part.optimizer.distributed, moments=part.optimizer.num_moments, lora=part.lora,
     )  # fmt: skip
 
 
@@ -164,8 +165,8 @@ def _phases(
     context = {"contexts": contexts} if contexts else {}
     result.phases["rollout"] = {**engine, **held, **context}
     passes = [("old_log_probs", "actor", "inference"), ("update_actor", "actor", "training")]
-    if "reference" in ranks:
-        passes.insert(1, ("ref_log_probs", "reference", "inference"))
+    if config.algorithm.kl.where != "none":
+        passes.insert(1, ("ref_log_probs", "reference" if "reference" in ranks else "actor", "inference"))
     if "critic" in ranks:
         passes[-1:-1] = [("values", "critic", "inference"), ("update_critic", "critic", "training")]
     for phase, role, kind in passes:
@@ -194,7 +195,11 @@ def _host(
         if config.checkpoint.background:
             # Replicas share what they have in common; sharded optimizer state is a rank's own.
             dp, state = part.layout.grid().dp, ranks[role].state
-            copied = state.weights // dp + state.optimizer // (1 if part.optimizer.distributed else dp)
+            # With adapters the frozen weights are not saved; gradients, in float32, count what is.
+            weights = state.weights
+            if part.lora is not None:
+                weights = state.gradients * WEIGHT_BYTES[part.engine.dtype] // WEIGHT_BYTES["float32"]
+            copied = weights // dp + state.optimizer // (1 if part.optimizer.distributed else dp)
             result.host[f"{role} checkpoint"] = count * copied
         members = [role, "reference"] if role == "actor" and "reference" in ranks else [role]
         for name in members:

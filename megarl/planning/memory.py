@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from megarl.config.schema.train import EngineConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig
 from megarl.models import ModelSpec
 from megarl.parallel.grid import Coordinate, ParallelLayout
+from megarl.planning.adapters import adapter_sizes
 from megarl.weights.layout import megatron_regions, parameter_shapes
 
 Layers = Literal["local", "transformer_engine"]
@@ -71,6 +72,7 @@ def rank_memory(
     trained: bool = True,
     distributed: bool = True,
     moments: int = 2,
+    lora: LoraConfig | None = None,
     training_tokens: int | None = None,
     inference_tokens: int | None = None,
 ) -> RankMemory:
@@ -87,6 +89,7 @@ def rank_memory(
         trained: with gradients and optimizer; a reference policy has neither.
         distributed: Megatron's distributed optimizer.
         moments: float32 numbers of optimizer state per parameter.
+        lora: adapters, the only ones with gradients and optimizer state.
         training_tokens: tokens of a microbatch; None takes the cap.
         inference_tokens: the same without gradients.
     """
@@ -99,11 +102,12 @@ def rank_memory(
         trained=trained,
         distributed=distributed,
         moments=moments,
+        lora=lora,
     )
     cap = engine.microbatch_tokens
     inference_cap = cap if engine.inference_microbatch_tokens is None else engine.inference_microbatch_tokens
     is_fp8 = engine.fp8 is not None
-    kept = Activations(spec, layout, engine.dtype, layers, value_head=value_head, is_fp8=is_fp8)
+    kept = Activations(spec, layout, engine.dtype, layers, value_head=value_head, is_fp8=is_fp8, lora=lora)
     # Copies of weights that a pass multiplies by: one for the way forward and a transposed one for the way back.
     copies = quantized_elements(spec, layout, stage) if is_fp8 else 0
     training = kept.training(
@@ -153,24 +157,29 @@ def state_bytes(
     trained: bool = True,
     distributed: bool = True,
     moments: int = 2,
+    lora: LoraConfig | None = None,
 ) -> StateBytes:
     """Weights, gradient buffers and optimizer state of a rank of a stage after the first update.
 
     Adam keeps two float32 moments, SGD at most one; with bfloat16 a float32 copy of the weights too. With the
     distributed optimizer each data-parallel rank keeps its equal part of the padded buffer, the gaps in it counted as
-    if they had state; gradient buffers are whole on every rank.
+    if they had state; gradient buffers are whole on every rank. With adapters only they and a value head have both.
     """
     width, ranks = WEIGHT_BYTES[dtype], layout.dp * layout.cp
     buffers: list[tuple[tuple[int, ...], int, int]] = []
+    frozen = 0
     # Each virtual stage has buffers of its own.
-    for sizes, experts, head in _parameter_sizes(spec, layout, stage, value_head):
+    for chunk, (sizes, experts, head) in enumerate(_parameter_sizes(spec, layout, stage, value_head)):
+        if lora is not None and trained:
+            frozen += width * (sum(sizes) + sum(experts))
+            sizes, experts = adapter_sizes(spec, layout, lora, stage, chunk), ()
         # A value head is float32: beside weights of that dtype it stands in their buffer.
         alike, apart = (sizes + head, ()) if dtype == "float32" else (sizes, head)
         buffers += [(alike, width, ranks), (experts, width, layout.expert_dp), (apart, _F32, ranks)]
     buffers = [buffer for buffer in buffers if buffer[0]]
     if not trained:
         return StateBytes(sum(width * sum(members) for members, width, _ in buffers))
-    weights = gradients = optimizer = 0
+    weights, gradients, optimizer = frozen, 0, 0
     for members, width, dp in buffers:
         numel = _padded(members, dp) if distributed else sum(members)
         weights += width * numel
@@ -239,6 +248,7 @@ class Activations:
     layers: Layers
     value_head: bool = False
     is_fp8: bool = False
+    lora: LoraConfig | None = None
 
     def training(self, tokens: int, *, stage: int, recompute: str, num_microbatches: int, chunk_tokens: int) -> int:
         """Peak of a forward-backward pass over microbatches of this many tokens, in bytes, above the state.
@@ -388,10 +398,12 @@ class Activations:
             return 2 * _F32 * self.spec.hidden_size
         rows = self.layout.padded_vocab_size(self.spec.vocab_size) // self.layout.tp
         gradient = rows * self.spec.hidden_size * (_F32 + (self._width if self._width < _F32 else 0))
-        return 3 * _F32 * chunk_tokens * rows + (gradient if trained else 0)
+        return 3 * _F32 * chunk_tokens * rows + (gradient if trained and self.lora is None else 0)
 
     def _weight_gradient(self) -> int:
-        """The largest weight's gradient before it is added to the buffer, in the weights' dtype."""
+        """The largest weight's gradient before it is added to the buffer, in its dtype; those of adapters are small."""
+        if self.lora is not None:
+            return 0
         moe, rows = self.spec.moe, self._sizes()[2] if False in self._kinds else 0.0
         if moe is not None:
             rows = max(rows, moe.ffn_hidden_size / self.layout.etp, moe.shared_ffn_hidden_size / self.layout.tp)

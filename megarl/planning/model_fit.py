@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.parallel import LayoutConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig
+from megarl.config.schema.train import ATTENTION_TARGETS
 from megarl.errors import LayoutError
 from megarl.models import ModelSpec, load_spec
-from megarl.parallel.grid import ParallelLayout
+from megarl.parallel.grid import ParallelLayout, pipeline_stages
 from megarl.planning.finding import Finding
 
 MOST_VOCABULARY_PADDING = 0.1
@@ -72,10 +73,29 @@ def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) ->
     if spec.moe is None and config.engine.moe_aux_loss_coef:
         key = f"{role}.engine.moe_aux_loss_coef"
         yield _model(key, f"0 for {spec.family}, which has no experts", config.engine.moe_aux_loss_coef, f"set {key}=0")
+    yield from _adapters(role, config, spec)
     padded = ParallelLayout(tp=layout.tp).padded_vocab_size(spec.vocab_size)
     if padded > (1 + MOST_VOCABULARY_PADDING) * spec.vocab_size:
         problem = f"the vocabulary of {spec.vocab_size} is padded to {padded} rows for tp={layout.tp}"
         yield Finding("model", key, problem, f"a smaller {key} pads less", level="warning")
+
+
+def _adapters(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) -> Iterator[Finding]:
+    """Experts take none, and every stage needs one."""
+    if config.lora is None:
+        return
+    others = [target for target in config.lora.targets if target not in ATTENTION_TARGETS]
+    if spec.moe is not None and others:
+        key, allowed = f"{role}.lora.targets", ",".join(ATTENTION_TARGETS)
+        yield _model(
+            key, f"{allowed} for {spec.family}, whose experts take none", ",".join(others), f"{key}=[{allowed}]"
+        )
+    layout = config.layout
+    if layout.pipeline is not None and 0 in pipeline_stages(layout.pipeline, layout.pp * layout.vpp):
+        key = f"{role}.layout.pipeline"
+        yield _model(
+            key, "a layer in every stage, to train its adapters", layout.pipeline, f"give every stage of {key} a t"
+        )
 
 
 def _overlap(config: TrainConfig | SftConfig, specs: dict[str, ModelSpec]) -> Iterator[Finding]:

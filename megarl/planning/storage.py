@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.schema import SftConfig, TrainConfig
-from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.models import ModelSpec
+from megarl.parallel.grid import ParallelLayout
+from megarl.planning.adapters import adapter_sizes
 from megarl.planning.finding import Finding
 from megarl.planning.model_fit import trained
 
@@ -20,17 +22,30 @@ _MASTER_BYTES = {"bfloat16": 4, "float32": 0}
 _WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
-def checkpoint_bytes(engine: EngineConfig, optimizer: OptimizerConfig, spec: ModelSpec, *, value_head: bool) -> int:
-    """Bytes of one role's part of one checkpoint: weights, master weights and moments."""
+def checkpoint_bytes(
+    engine: EngineConfig,
+    optimizer: OptimizerConfig,
+    spec: ModelSpec,
+    *,
+    value_head: bool,
+    lora: LoraConfig | None = None,
+) -> int:
+    """Bytes of one role's part of one checkpoint: weights, or adapters and a value head, master weights and moments."""
     per_parameter = _WEIGHT_BYTES[engine.dtype] + _MASTER_BYTES[engine.dtype] + 4 * optimizer.num_moments
-    return per_parameter * spec.num_parameters(value_head=value_head)
+    if lora is None:
+        return per_parameter * spec.num_parameters(value_head=value_head)
+    return per_parameter * (sum(adapter_sizes(spec, ParallelLayout(), lora)) + value_head * spec.hidden_size)
 
 
 def disk_bytes(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> int:
     """Most bytes a run holds on disk: the kept checkpoints, one being written, and the exported models."""
     one = sum(
         checkpoint_bytes(
-            part.engine, part.optimizer, critic_spec if role == "critic" else spec, value_head=role == "critic"
+            part.engine,
+            part.optimizer,
+            critic_spec if role == "critic" else spec,
+            value_head=role == "critic",
+            lora=part.lora,
         )
         for role, part in trained(config)
     )

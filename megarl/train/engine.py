@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,7 +131,11 @@ class TrainEngine(Protocol):
         ...
 
     def pieces(self) -> Iterator[tuple[Region, Tensor]]:
-        """Those regions with views of the parameters."""
+        """Those regions with views of the parameters, or of copies into which adapters are merged."""
+        ...
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Within it the model is the one that its adapters, if it has some, were put on."""
         ...
 
     def export_hf(self, directory: Path) -> None:

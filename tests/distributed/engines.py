@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms.policy_losses import build_policy_loss
-from megarl.config.schema.train import EngineConfig, OptimizerConfig, ScheduleConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig, ScheduleConfig
 from megarl.data.batch import Batch, Ragged
 from megarl.models.spec import ModelSpec
 from megarl.parallel.groups import ParallelGroups
@@ -33,6 +33,7 @@ def make_engine(
     seed: int = 3,
     model_dir: Any = None,
     optimizer: dict[str, Any] | None = None,
+    lora: LoraConfig | None = None,
     **engine: Any,
 ) -> MegatronEngine:
     """An engine with random weights that do not depend on the layout."""
@@ -49,6 +50,7 @@ def make_engine(
         OptimizerConfig(distributed=distributed, **(settings | (optimizer or {}))) if trained else None,
         head=head,
         seed=seed,
+        lora=lora,
     )
 
 

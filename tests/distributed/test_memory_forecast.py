@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.data.batch import Batch, Ragged
 from megarl.models.spec import MixtureOfExperts, ModelSpec
 from megarl.parallel.grid import ParallelLayout
@@ -77,12 +77,13 @@ def measure(
     recompute: Any,
     distributed: bool,
     num_microbatches: int,
+    lora: LoraConfig | None,
 ) -> tuple[int, StateBytes, int, int]:
     """Stage, state, and the peaks of an update and of a log-prob pass, of one rank."""
     groups = rank.start(layout)
     engine = MegatronEngine(
         "actor", spec, None, groups, get_device("cpu"), settings(dtype, recompute),
-        OptimizerConfig(distributed=distributed), seed=1,
+        OptimizerConfig(distributed=distributed), seed=1, lora=lora,
     )  # fmt: skip
     batch = batch_of(num_microbatches * TOKENS // (PROMPT + RESPONSE))
     rows = [list(range(len(batch)))]
@@ -135,6 +136,22 @@ def test_memory_of_experts_is_what_was_forecast(
     compare(ranks, EXPERTS, layout, dtype, recompute, distributed, num_microbatches, tolerance=2 * TOLERANCE)
 
 
+LORA = LoraConfig(rank=8)
+ADAPTER_CASES = [
+    (ParallelLayout(tp=2, sequence_parallel=True), "bfloat16", "none", True, 1),
+    (ParallelLayout(dp=2), "float32", "full", True, 1),
+    pytest.param(ParallelLayout(), "float32", "none", False, 1, marks=pytest.mark.slow),
+    pytest.param(ParallelLayout(pp=2), "bfloat16", "selective", True, 4, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("layout", "dtype", "recompute", "distributed", "num_microbatches"), ADAPTER_CASES)
+def test_memory_with_adapters_is_what_was_forecast(
+    ranks: RankPool, layout: ParallelLayout, dtype: str, recompute: str, distributed: bool, num_microbatches: int
+):
+    compare(ranks, SPEC, layout, dtype, recompute, distributed, num_microbatches, lora=LORA)
+
+
 def compare(
     ranks: RankPool,
     spec: ModelSpec,
@@ -144,13 +161,15 @@ def compare(
     distributed: bool,
     num_microbatches: int,
     tolerance: float = TOLERANCE,
+    lora: LoraConfig | None = None,
 ) -> None:
-    measured = ranks(layout.world_size).run(measure, spec, layout, dtype, recompute, distributed, num_microbatches)
+    arguments = (spec, layout, dtype, recompute, distributed, num_microbatches, lora)
+    measured = ranks(layout.world_size).run(measure, *arguments)
     for stage, state, training, inference in measured:
         # Rows are the same on all replicas here, and every replica has all of them.
         expected = rank_memory(
             spec, layout, settings(dtype, recompute),
-            stage=stage, num_microbatches=num_microbatches, layers="local", distributed=distributed,
+            stage=stage, num_microbatches=num_microbatches, layers="local", distributed=distributed, lora=lora,
         )  # fmt: skip
         assert (expected.state.weights, expected.state.gradients) == (state.weights, state.gradients)
         # Which replica holds how much of the padding between parameters is not modelled.

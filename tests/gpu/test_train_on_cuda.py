@@ -27,7 +27,7 @@ def groups(tmp_path) -> Iterator[object]:
     bootstrap.stop()
 
 
-def make(groups, dtype="bfloat16", **engine):
+def make(groups, dtype="bfloat16", lora=None, **engine):
     from dataclasses import replace
 
     from megarl.config.schema.train import EngineConfig, OptimizerConfig
@@ -45,6 +45,7 @@ def make(groups, dtype="bfloat16", **engine):
         get_device("cuda"),
         EngineConfig(dtype=dtype, microbatch_tokens=64, offload=True, **engine),
         OptimizerConfig(lr=1e-3),
+        lora=lora,
     )
 
 
@@ -86,6 +87,27 @@ def test_offload_frees_the_device_and_changes_nothing(groups):
     engine.onload()
     torch.testing.assert_close(engine.log_probs(batch)["log_probs"].values, expected, rtol=0, atol=0)
     assert engine.update_policy(batch, policy_update(), rows) is not None
+
+
+def test_adapters_beside_transformer_engines_layers_are_what_is_merged(groups):
+    """The norm inside of its linear layers is applied to what an adapter is given too."""
+    from megarl.config.schema.train import LoraConfig
+    from tests.distributed.engines import policy_update, recorded_batch
+
+    plain, engine = make(groups, dtype="float32"), make(groups, dtype="float32", lora=LoraConfig(rank=8))
+    batch = recorded_batch(engine.spec.vocab_size)
+    expected = plain.log_probs(batch)["log_probs"].values
+    torch.testing.assert_close(engine.log_probs(batch)["log_probs"].values, expected, rtol=0, atol=0)
+    for _ in range(3):
+        engine.update_policy(batch, policy_update(), [list(range(len(batch)))])
+    adapted = engine.log_probs(batch)["log_probs"].values
+    assert (adapted - expected).abs().max() > 1e-3
+    with engine.without_adapters():
+        torch.testing.assert_close(engine.log_probs(batch)["log_probs"].values, expected, rtol=0, atol=0)
+    merged = engine.parameters()
+    for name, parameter in plain.parameters().items():
+        parameter.data.copy_(merged[name])
+    torch.testing.assert_close(plain.log_probs(batch)["log_probs"].values, adapted, rtol=0, atol=1e-3)
 
 
 def has_fp8() -> bool:

@@ -7,6 +7,7 @@ from statistics import fmean
 
 import pytest
 
+from megarl.models.tiny import tiny_config, write_tiny
 from tests.integration.runs import Run, finished, layout, small, write_model, write_prompts
 
 pytestmark = pytest.mark.slow
@@ -62,6 +63,22 @@ def test_a_random_model_learns_to_write_letters(tmp_path: Path, letters: list[st
         assert distances[0] < 0.1 < distances[-1] < 20
     if case == "ppo":  # the critic tells returns apart, at least while there is something to tell
         assert max(numbers["critic/vf_explained_var"] for numbers in run.steps.values()) > 0.1
+
+
+def test_adapters_of_a_frozen_random_model_learn_to_write_letters(tmp_path: Path, letters: list[str]):
+    """The reference policy of the KL is the actor without adapters; the critic has adapters of its own."""
+    # Wide weights: the frozen head is to tell tokens apart as far as the adapters turn the hidden states.
+    model = write_tiny(tmp_path / "model", tiny_config(num_hidden_layers=2, initializer_range=0.1))
+    options = ["actor.lora.rank=16", "critic.lora.rank=16", "actor.optimizer.lr=5e-3", "critic.optimizer.lr=5e-3"]
+    penalty = ["algorithm.kl.where=loss", "algorithm.kl.coef=0.003"]
+    critic = [*layout("critic", (1, 1, 1)), "critic.warmup_steps=2"]
+    run = finished("train", "ppo_tiny", tmp_path / "run", *letters, f"model.path={model}", *options, *penalty, *critic)
+    scores = [numbers["critic/score/mean"] for numbers in run.steps.values()]
+    assert fmean(scores[-3:]) > fmean(scores[:3]) + 0.3
+    distances = [numbers["actor/kl_loss"] for numbers in run.steps.values() if "actor/kl_loss" in numbers]
+    assert distances[0] < distances[-1] and distances[-1] > 0.1
+    for role in ("actor", "critic"):
+        assert run.steps[STEPS][f"{role}/trainable_parameters"] < 0.3 * run.steps[STEPS][f"memory/{role}/weights"] / 4
 
 
 @pytest.mark.timeout(800)  # the first of them makes the warm start

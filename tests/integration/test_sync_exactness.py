@@ -87,18 +87,22 @@ def chosen(log_probs: Sequence[torch.Tensor], samples: Batch) -> torch.Tensor:
     return torch.cat(list(log_probs)).gather(1, tokens[:, None])[:, 0]
 
 
+# With adapters the reference policy is the actor without them, and engines get weights that they are merged into.
+ADAPTERS = ["actor.lora.rank=8", "actor.optimizer.lr=1e-2"]
+
 CASES = [
-    pytest.param((1, 1, 2), 1, 2, True, id="dp2-to-two-engines-tied"),
-    pytest.param((2, 1, 1), 2, 1, True, id="tp2-to-tp2-tied", marks=pytest.mark.slow),
-    pytest.param((2, 1, 1), 1, 1, False, id="tp2-to-tp1-untied", marks=pytest.mark.slow),
-    pytest.param((2, 2, 1), 2, 1, False, id="tp2-pp2-to-tp2-untied", marks=pytest.mark.slow),
-    pytest.param((1, 2, 1), 1, 1, True, id="pp2-to-tp1-tied", marks=pytest.mark.slow),
+    pytest.param((1, 1, 2), 1, 2, True, [], id="dp2-to-two-engines-tied"),
+    pytest.param((2, 1, 1), 2, 1, True, [], id="tp2-to-tp2-tied", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1), 1, 1, False, [], id="tp2-to-tp1-untied", marks=pytest.mark.slow),
+    pytest.param((2, 2, 1), 2, 1, False, [], id="tp2-pp2-to-tp2-untied", marks=pytest.mark.slow),
+    pytest.param((1, 2, 1), 1, 1, True, [], id="pp2-to-tp1-tied", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1), 1, 1, True, ADAPTERS, id="tp2-to-tp1-adapters", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("degrees", "rollout_tp", "replicas", "is_tied"), CASES)
+@pytest.mark.parametrize(("degrees", "rollout_tp", "replicas", "is_tied", "further"), CASES)
 def test_greedy_tokens_and_log_probs_equal_the_exported_models(
-    tmp_path: Path, degrees: tuple[int, int, int], rollout_tp: int, replicas: int, is_tied: bool
+    tmp_path: Path, degrees: tuple[int, int, int], rollout_tp: int, replicas: int, is_tied: bool, further: list[str]
 ):
     # Wide initial weights: the likeliest token leads by far more than the engines differ.
     config = tiny_config(num_hidden_layers=2, initializer_range=0.15, tie_word_embeddings=is_tied)
@@ -108,6 +112,7 @@ def test_greedy_tokens_and_log_probs_equal_the_exported_models(
         f"rollout.replicas={replicas}", "logging.console=off", "logging.tensorboard=false",
         "actor.optimizer.lr=3e-3", "algorithm.minibatch_size=null", "algorithm.kl.where=loss", "algorithm.kl.coef=0.01",
         "algorithm.policy_loss.entropy_coef=0.01", "sync.verify=values",
+        *further,
     ]  # fmt: skip
     with started([*small(tmp_path / "model", write_prompts(tmp_path / "prompts.jsonl")), *options]) as parts:
         asked, greedy = parts.prompts.first(8), parts.roles.rollout.sampling.greedy()

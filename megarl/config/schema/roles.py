@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megarl.config.schema.base import StrictModel
 from megarl.config.schema.parallel import LayoutConfig
-from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 
 
 class ModelConfig(StrictModel):
@@ -29,6 +29,8 @@ class ActorConfig(StrictModel):
     """Precision, microbatches, recompute."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and schedule."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights; the reference policy is then the model without them."""
 
 
 class CriticConfig(StrictModel):
@@ -42,6 +44,8 @@ class CriticConfig(StrictModel):
     """Precision, microbatches, recompute."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     """Optimizer and schedule."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and the value head instead of the weights."""
     clip_value: float = Field(0.2, gt=0)
     """Values are clipped to within this of the values before the update."""
     warmup_steps: int = Field(0, ge=0)

@@ -63,6 +63,23 @@ class OptimizerConfig(StrictModel):
         return 2
 
 
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+ATTENTION_TARGETS: tuple[LoraTarget, ...] = ("linear_qkv", "linear_proj")
+"""Targets that every layer has; the others are experts where a layer is a mixture of them."""
+
+
+class LoraConfig(StrictModel):
+    """Low-rank adapters (arXiv:2106.09685): the model's weights are frozen and (alpha / rank) B A is trained beside."""
+
+    rank: int = Field(16, ge=1)
+    """Rows of A and columns of B. A is drawn (Kaiming uniform), B starts at zero."""
+    alpha: float = Field(32.0, gt=0)
+    """The product is scaled by alpha / rank."""
+    targets: list[LoraTarget] = Field(default=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], min_length=1)
+    """Linear layers with an adapter, by Megatron's names: linear_qkv is q_proj, k_proj and v_proj, which share their A,
+    linear_proj o_proj, linear_fc1 gate_proj and up_proj, linear_fc2 down_proj. Experts take none."""
+
+
 class EngineConfig(StrictModel):
     """How one Megatron model is held and run."""
 

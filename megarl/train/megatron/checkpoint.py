@@ -38,6 +38,7 @@ from megarl.parallel.grid import ParallelLayout
 from megarl.platform.durable import write_text
 from megarl.train.megatron.checkpoint_reader import mapped_reading, merge_in_place
 from megarl.train.megatron.checkpoint_writer import HostCopy, RankFile, Written
+from megarl.train.megatron.lora import check_described
 from megarl.train.megatron.optimizer import Optimizer
 from megarl.train.megatron.optimizer_state import SHARDING_TYPE
 from megarl.weights.files.file_checksum import checksum_of
@@ -100,6 +101,7 @@ def begin(
     *,
     dp_group: dist.ProcessGroup,
     counters: Mapping[str, Any],
+    adapters: Mapping[str, Any] | None = None,
     host: HostCopy | None = None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Save:
@@ -113,6 +115,7 @@ def begin(
         layout: the role's layout.
         dp_group: data-parallel (and context-parallel) group, whose ranks share the writing.
         counters: what the controller wants back from ``load``; JSON values.
+        adapters: ``lora.Adapters.describe()`` of a model with adapters, whose frozen weights are left out; else None.
         host: memory to copy into: this rank then writes in a thread, and training may go on. None writes before this
             returns.
         synchronize: waits for copies from the device.
@@ -127,7 +130,7 @@ def begin(
     if optimizer is not None:
         optimizer.materialise_state()
     metadata = _metadata(dp_group)
-    state = _state_dict(modules, optimizer, metadata, is_loading=False)
+    state = _state_dict(modules, optimizer, metadata, is_loading=False, only_trained=adapters is not None)
     state["rng"] = _rng_object(rng_state, layout)
     _on_first_rank(lambda: _prepare(directory), directory)
     _require_space(directory, state)
@@ -144,6 +147,7 @@ def begin(
         "format": FORMAT,
         "layout": asdict(layout),
         "optimizer": None if optimizer is None else {"kind": optimizer.config.kind, **optimizer.counters()},
+        "adapters": None if adapters is None else dict(adapters),
         "counters": dict(counters),
     }
     if host is None:
@@ -160,6 +164,7 @@ def load(
     layout: ParallelLayout,
     *,
     dp_group: dist.ProcessGroup,
+    adapters: Mapping[str, Any] | None = None,
     fresh: Collection[str] = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Read a checkpoint into this rank's model and optimizer; called by all ranks, at any layout.
@@ -170,6 +175,7 @@ def load(
         optimizer: its optimizer.
         layout: the role's layout.
         dp_group: data-parallel (and context-parallel) group.
+        adapters: as ``begin`` takes it; the checkpoint must have been written with the same.
         fresh: parts to leave as they are: ``optimizer`` (state), ``scheduler`` (its position), ``rng``.
 
     Returns:
@@ -182,6 +188,7 @@ def load(
     """
     described = read_state_file(directory)
     _verify_together(directory, described)
+    check_described(directory, described.get("adapters"), adapters)
     saved = described["optimizer"]
     loads_optimizer = optimizer is not None and "optimizer" not in fresh
     if optimizer is not None and loads_optimizer:
@@ -195,7 +202,14 @@ def load(
             )
         optimizer.materialise_state()
     loads_rng = described["layout"] == asdict(layout) and "rng" not in fresh
-    state = _state_dict(modules, optimizer if loads_optimizer else None, _metadata(dp_group), is_loading=True)
+    is_partial = adapters is not None
+    state = _state_dict(
+        modules,
+        optimizer if loads_optimizer else None,
+        _metadata(dp_group),
+        is_loading=True,
+        only_trained=is_partial,
+    )
     if loads_rng:
         state["rng"] = _rng_object({}, layout)
     try:
@@ -203,7 +217,8 @@ def load(
             merge_in_place(state)
             loaded = dist_checkpointing.load(state, str(directory), strict="raise_unexpected")
         for name, module in _named(modules).items():
-            module.load_state_dict(loaded[name])
+            # What was asked for has been found; of a model with adapters the rest is the base, which stays.
+            module.load_state_dict(loaded[name], strict=not is_partial)
         if optimizer is not None:
             if loads_optimizer:
                 optimizer.load_state(loaded["optimizer"])
@@ -291,12 +306,21 @@ def _storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state_dict(
-    modules: Sequence[Any], optimizer: Optimizer | None, metadata: dict[str, Any], *, is_loading: bool
+    modules: Sequence[Any],
+    optimizer: Optimizer | None,
+    metadata: dict[str, Any],
+    *,
+    is_loading: bool,
+    only_trained: bool,
 ) -> dict[str, Any]:
     state = {name: module.sharded_state_dict(metadata=metadata) for name, module in _named(modules).items()}
     if optimizer is not None:
         weights = state["model"] if len(modules) == 1 else dict(state)
         state["optimizer"] = optimizer.sharded_state(weights, metadata, is_loading=is_loading)
+    if only_trained:
+        for name, module in _named(modules).items():
+            frozen = {key for key, parameter in module.named_parameters() if not parameter.requires_grad}
+            state[name] = {key: entry for key, entry in state[name].items() if key not in frozen}
     return state
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,13 +18,13 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
-from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.data.balance import SequenceCost
 from megarl.data.batch import Batch, Ragged
 from megarl.errors import ModelError, TrainError
 from megarl.models.rules import VALUE_HEAD
 from megarl.models.spec import ModelSpec
-from megarl.observability.metrics import Metrics
+from megarl.observability.metrics import Last, Metrics
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import Device
 from megarl.train.engine import Moved, PolicyUpdate, StateSummary, ValueUpdate
@@ -41,8 +42,9 @@ from megarl.train.megatron.forward import (
     overlap_reduction,
 )
 from megarl.train.megatron.initialize import random_weights
+from megarl.train.megatron.lora import Adapters
 from megarl.train.megatron.model import build_model, named_parameters
-from megarl.train.megatron.objectives import PolicyObjective, SftObjective, ValueObjective
+from megarl.train.megatron.objectives import Objective, PolicyObjective, SftObjective, ValueObjective
 from megarl.train.megatron.optimizer import Optimizer
 from megarl.weights.check import detect_naming
 from megarl.weights.files.safetensors_reader import SafetensorsReader, check_model, load_into
@@ -68,6 +70,7 @@ class MegatronEngine:
         head: ``lm`` for a policy, ``value`` for a critic, whose head starts at zero unless the directory has one.
         seed: of random weights.
         total_updates: planned optimizer updates, for decaying schedules without decay_steps.
+        lora: adapters to train instead of the weights; they are drawn from the seed.
         source_dir: Hugging Face directory whose configuration and tokenizer an export copies; None is ``model_dir``.
 
     Raises:
@@ -88,6 +91,7 @@ class MegatronEngine:
         seed: int = 1,
         total_updates: int | None = None,
         source_dir: Path | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.role = role
         self.spec = spec
@@ -111,6 +115,7 @@ class MegatronEngine:
         self._grouped_experts = are_grouped(params)
         # Before the optimizer is made: with bfloat16 it copies the weights.
         self._fill_weights(params, model_dir, seed)
+        self._adapters = None if lora is None else Adapters(self._modules, spec, groups, lora, seed)
         configure_schedule(self._modules[0].config)
         self._chunks: list[torch.nn.Module] = list(self._modules)
         self.optimizer: Optimizer | None = None
@@ -201,20 +206,29 @@ class MegatronEngine:
     def update_policy(self, batch: Batch, update: PolicyUpdate, minibatches: Sequence[Sequence[int]]) -> Metrics | None:
         """One optimizer update per minibatch (rows of ``batch`` on this replica), in order."""
         optional = [name for name in _OPTIONAL_COLUMNS if name in batch]
-        return step.update(self._context(), batch, minibatches, PolicyObjective(update, optional, self._sum_over_dp))
+        return self._update(batch, minibatches, PolicyObjective(update, optional, self._sum_over_dp))
 
     def update_values(self, batch: Batch, update: ValueUpdate, minibatches: Sequence[Sequence[int]]) -> Metrics | None:
         """One critic update per minibatch."""
-        return step.update(self._context(), batch, minibatches, ValueObjective(update))
+        return self._update(batch, minibatches, ValueObjective(update))
 
     def update_sft(self, batch: Batch, minibatches: Sequence[Sequence[int]] | None = None) -> Metrics | None:
         """One update per minibatch (default: all rows) on the cross-entropy of tokens under ``response_mask``."""
         rows = [range(len(batch))] if minibatches is None else minibatches
-        return step.update(self._context("train"), batch, rows, SftObjective())
+        return self._update(batch, rows, SftObjective(), prefix="train")
 
     def eval_sft(self, batch: Batch) -> Metrics | None:
         """The same loss without an update."""
         return step.evaluate(self._context("val"), batch, SftObjective())
+
+    def _update(
+        self, batch: Batch, minibatches: Sequence[Sequence[int]], objective: Objective, prefix: str | None = None
+    ) -> Metrics | None:
+        context = self._context(prefix)
+        metrics = step.update(context, batch, minibatches, objective)
+        if metrics is None or self._adapters is None:
+            return metrics
+        return {**metrics, f"{context.prefix}/trainable_parameters": Last(self._adapters.num_trained)}
 
     def _context(self, prefix: str | None = None) -> step.StepContext:
         self._require_onload()
@@ -234,10 +248,14 @@ class MegatronEngine:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters by Megatron's name."""
+    def parameters(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by Megatron's name, adapters merged into copies of the weights."""
         self._require_onload()
-        return dict(named_parameters(self._modules))
+        return named_parameters(self._modules) if self._adapters is None else self._adapters.merged()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Within it the model is the one its adapters were put on."""
+        return nullcontext() if self._adapters is None else self._adapters.off()
 
     def regions(self) -> list[Region]:
         """Where this rank's parameters lie in canonical tensors."""
@@ -309,6 +327,7 @@ class MegatronEngine:
             self.groups.layout,
             dp_group=self.groups.dp_cp,
             counters={} if counters is None else counters,
+            adapters=None if self._adapters is None else self._adapters.describe(self.regions()),
             host=self._host_copy if background else None,
             synchronize=self.device.synchronize,
         )
@@ -336,7 +355,13 @@ class MegatronEngine:
         """
         self._require_onload()
         counters, rng_state = checkpoint.load(
-            Path(directory), self._modules, self.optimizer, self.groups.layout, dp_group=self.groups.dp_cp, fresh=fresh
+            Path(directory),
+            self._modules,
+            self.optimizer,
+            self.groups.layout,
+            dp_group=self.groups.dp_cp,
+            adapters=None if self._adapters is None else self._adapters.describe(self.regions()),
+            fresh=fresh,
         )
         if rng_state is not None:
             self._set_rng_state(rng_state)

@@ -173,7 +173,9 @@ class _VocabLogProbs(torch.autograd.Function):
         local = weight[: shard.size]
         operand = _operand(local)
         grad_rows = torch.empty_like(rows)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # With adapters the matrix is frozen.
+        is_trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if is_trained else None
         for start in range(0, len(targets), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
             logits = _chunk_logits(rows[chunk], operand, ctx.temperature)
@@ -191,12 +193,15 @@ class _VocabLogProbs(torch.autograd.Function):
                 grad_logits.div_(ctx.temperature)
             grad_logits = grad_logits.to(rows.dtype)
             grad_rows[chunk] = grad_logits @ local
+            if grad_weight is None:
+                continue
             if rows.dtype == torch.float32:
                 grad_weight[: shard.size].addmm_(grad_logits.t(), rows[chunk])
             else:
                 grad_weight[: shard.size] += grad_logits.t() @ rows[chunk]
         grad_hidden = _hidden_gradient(grad_rows, positions, ctx.num_tokens, shard, ctx.sequence_parallel)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None, None
+        grad_of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_of_weight, None, None, None, None, None, None, None, None
 
 
 def _statistics(

@@ -191,6 +191,13 @@ def _scale_problems(name: str, array: Array, scales: Array) -> list[str]:
 
 def _open_dist(directory: Path, model: Model, value_head: bool | None, optimizer: bool) -> Source:
     checkpoint, spec = read_torch_dist(directory), model.spec
+    kept, iteration = kept_state(checkpoint)
+    if kept.trainer is not None and kept.trainer.get("adapters") is not None:
+        raise CheckpointError(
+            "the checkpoint holds adapters without the weights they are for",
+            where=str(directory),
+            fix="take the run's merged model (checkpoint.export_hf, checkpoint.export_hf_every)",
+        )
     if value_head is None:
         head = checkpoint.tensors.get("output_layer.weight")
         value_head = head is not None and head.shape[0] == 1
@@ -220,7 +227,6 @@ def _open_dist(directory: Path, model: Model, value_head: bool | None, optimizer
         )
     rest = [key for key in checkpoint.objects if "_extra_state/" not in key and key != COMMON_KEY]
     unused.update({key: "state of one rank of the layout that wrote it" for key in rest})
-    kept, iteration = kept_state(checkpoint)
     arguments = checkpoint.common().get("args")
     return Source(
         "torch_dist",

@@ -40,6 +40,27 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             [*CRITIC, "critic.optimizer.kind=muon", "critic.optimizer.distributed=false"],
         ),
     ],
+    "adapters_are_on_layers_once": [
+        (
+            "actor.lora.targets",
+            ["actor.lora.targets=[linear_qkv,linear_fc1,linear_qkv]"],
+            ["actor.lora.targets=[linear_qkv,linear_fc1]"],
+        )
+    ],
+    "adapters_train_by_element": [
+        (
+            "critic.optimizer.kind",
+            [*CRITIC, "critic.lora={}", "critic.optimizer.kind=muon", "critic.optimizer.distributed=false"],
+            [*CRITIC, "critic.lora={}", "critic.optimizer.kind=sgd", "critic.optimizer.distributed=false"],
+        )
+    ],
+    "adapters_multiply_like_their_base": [
+        (
+            "actor.engine.fp8",
+            [*GPU, "actor.lora={}", "actor.engine.fp8=hybrid"],
+            [*GPU, "actor.lora={}", "actor.engine.fp8=null"],
+        )
+    ],
     "decay_has_an_end": [
         (
             "actor.optimizer.schedule.decay_steps",

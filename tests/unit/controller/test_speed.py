@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.controller.speed import UPDATE_FACTOR, PhaseWork, forward_flops, peak_of, speed
+from megarl.controller.speed import UPDATE_FACTOR, PhaseWork, forward_flops, peak_of, speed, update_flops
 from megarl.models import spec_from_config
 from megarl.models.tiny import tiny_config
 from megarl.planning.gpus import GPUS
@@ -43,6 +43,20 @@ def test_operations_are_what_torch_counts():
     expected = forward_flops(spec, torch.tensor([length])) + hidden
     assert forward.get_total_flops() == pytest.approx(expected, rel=0.01)  # rotary frequencies are a product too
     assert forward.get_total_flops() + backward.get_total_flops() == pytest.approx(UPDATE_FACTOR * expected, rel=0.01)
+    with_weights = update_flops(spec, torch.tensor([length])) + UPDATE_FACTOR * hidden
+    assert with_weights == pytest.approx(UPDATE_FACTOR * expected)
+    frozen = update_flops(spec, torch.tensor([length]), is_frozen=True) + UPDATE_FACTOR * hidden
+    assert forward.get_total_flops() + frozen_backward(model, tokens) == pytest.approx(frozen, rel=0.01)
+
+
+def frozen_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
+    """Operations of the backward pass to the embedded tokens where no weight gets a gradient."""
+    model.requires_grad_(False)
+    embedded = model.get_input_embeddings()(tokens).requires_grad_()
+    logits = model(inputs_embeds=embedded).logits
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    return backward.get_total_flops()
 
 
 def test_speed_is_work_over_seconds_and_ranks():

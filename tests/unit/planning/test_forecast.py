@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.load import load_sft, load_train
+from megarl.config.schema.train import LoraConfig
 from megarl.parallel.grid import ParallelLayout
 from megarl.planning.finding import errors
 from megarl.planning.forecast import check_memory, forecast
@@ -10,6 +11,7 @@ from megarl.planning.gpus import GPUS
 from megarl.planning.known_models import known_spec
 from megarl.planning.memory import engine_bytes, state_bytes
 from megarl.planning.model_fit import check_specs
+from megarl.planning.storage import checkpoint_bytes
 
 H100 = GPUS["h100"]
 GIB = 2**30
@@ -65,6 +67,27 @@ def test_moments_and_the_copy_of_a_background_save_follow_the_optimizer():
     # A node has all of the role: 14 bytes a parameter, weights and float32 state once, whatever the replicas.
     copied = expected.host["actor checkpoint"] / known_spec("Qwen2.5-7B").num_parameters()
     assert copied == pytest.approx(14, rel=0.02) if config.cluster.num_nodes == 1 else copied < 14
+
+
+def test_adapters_leave_weights_their_own_state_and_no_reference():
+    """rank (rows + columns) numbers a layer, with gradient and Adam's state; the base keeps two bytes a weight."""
+    spec, lora = known_spec("Llama-3.1-8B"), LoraConfig(rank=16)
+    hidden, ffn, qkv = spec.hidden_size, spec.ffn_hidden_size, spec.query_size + 2 * spec.kv_size
+    sides = (qkv + hidden) + (hidden + spec.query_size) + (2 * ffn + hidden) + (hidden + ffn)
+    numbers = spec.num_layers * lora.rank * sides
+    state = state_bytes(spec, ParallelLayout(), "bfloat16", lora=lora)
+    assert state.weights == pytest.approx(2 * (spec.num_parameters() + numbers), rel=1e-3)
+    assert (state.gradients, state.optimizer) == (pytest.approx(4 * numbers), pytest.approx(12 * numbers))
+    critic = state_bytes(spec, ParallelLayout(), "bfloat16", lora=lora, value_head=True)
+    assert critic.gradients == pytest.approx(4 * (numbers + hidden), abs=4 * 128)
+    config = load_train("grpo_7b", ["algorithm.kl.where=loss", "actor.lora.rank=16"]).config
+    expected = forecast(config, known_spec("Qwen2.5-7B"), spec, H100)
+    assert set(expected.ranks) == {"actor"}
+    disk = checkpoint_bytes(config.actor.engine, config.actor.optimizer, spec, value_head=True, lora=lora)
+    assert disk == (2 + 4 + 8) * (numbers + hidden)
+    assert expected.phases["ref_log_probs"] == expected.phases["old_log_probs"]
+    whole = forecast(load_train("grpo_7b", ["algorithm.kl.where=loss"]).config, known_spec("Qwen2.5-7B"), spec, H100)
+    assert sum(expected.phases["update_actor"].values()) < 0.6 * sum(whole.phases["update_actor"].values())
 
 
 def test_fp8_halves_what_goes_into_products_and_adds_copies_of_weights():

@@ -8,7 +8,8 @@ import pytest
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.errors import ModelError
 from megarl.planning.finding import errors
-from megarl.planning.model_fit import check_model
+from megarl.planning.known_models import known_spec
+from megarl.planning.model_fit import check_model, check_specs
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -153,3 +154,19 @@ def test_overlapped_reduction_is_refused_for_experts_on_cpu(tmp_path: Path, devi
     keys = [finding.key for finding in errors(found)]
     assert ("actor.optimizer.overlap_grad_reduce" in keys) is is_refused
     assert errors(check_model(config(model(tmp_path / "dense"), **sections))) == []
+
+
+def test_adapters_on_experts_and_in_stages_without_layers_are_listed(tmp_path: Path):
+    lora = {"targets": ["linear_qkv", "linear_fc1"]}
+    experts = known_spec("Qwen3-235B-A22B")
+    (found,) = [
+        finding
+        for finding in errors(check_specs(config("m", actor={"lora": lora}), experts, experts))
+        if finding.key == "actor.lora.targets"
+    ]
+    assert "whose experts take none, found linear_fc1" in found.problem
+    assert found.fix == "actor.lora.targets=[linear_qkv,linear_proj]"
+    layout = {"pp": 2, "vpp": 2, "pipeline": "Ettt|tt|t|L"}
+    assert not errors(check_model(config(model(tmp_path), actor={"layout": layout})))
+    (found,) = errors(check_model(config(model(tmp_path), actor={"layout": layout, "lora": {}})))
+    assert found.key == "actor.layout.pipeline" and "to train its adapters" in found.problem
