@@ -55,6 +55,9 @@ Result = TypeVar("Result")
 PRELOAD = ["tests.distributed.preload"]
 GRACE_S = 3.0
 """How long ranks may take to follow once one of them has failed."""
+MOST_THREADS = 300
+"""With more, a process takes no further call: engines of expert models are in cycles that Python's collector cannot see
+through (autograd's graph in a module's attribute), and keep the threads of their gloo groups, three each."""
 
 
 class RankError(AssertionError):
@@ -110,6 +113,10 @@ class _Worker:
     stack_file: Path
     is_busy: bool = False
 
+    @property
+    def is_worn(self) -> bool:
+        return len(os.listdir(f"/proc/{self.process.pid}/task")) > MOST_THREADS
+
     def stop(self) -> None:
         """End the process: by itself if it is waiting for work, or with all that it has started."""
         self.pipe.close()
@@ -140,6 +147,10 @@ class RankPool:
         self, world_size: int, function: Callable[..., Result], args: Any, kwargs: Any, timeout_s: float
     ) -> list[Result]:
         self._calls += 1
+        for index, worker in enumerate(self._workers[:world_size]):
+            if worker.is_worn:
+                worker.stop()
+                self._workers[index] = self._start_worker(index)
         while len(self._workers) < world_size:
             self._workers.append(self._start_worker(len(self._workers)))
         workers = self._workers[:world_size]
@@ -229,7 +240,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     os.setsid()
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module=r"(megarl|tests)\b")
-    gc.freeze()
+    gc.freeze()  # what the server has loaded stays, so a collection need not look at it
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGTERM, file=stacks, all_threads=False)
         while True:
@@ -257,5 +268,3 @@ def _forget_groups() -> None:
     if dist.is_initialized():
         bootstrap.stop()
         gc.collect()
-        # What is loaded by now stays, so the next collection looks at its own call's objects alone.
-        gc.freeze()

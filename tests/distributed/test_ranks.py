@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.parallel.grid import Coordinate, ParallelLayout
-from tests.distributed.ranks import Rank, RankError, RankPool
+from tests.distributed.ranks import MOST_THREADS, Rank, RankError, RankPool
 
 
 def sum_of_ranks(rank: Rank, value: float) -> float:
@@ -36,6 +38,12 @@ def fail_on(rank: Rank, failing: int) -> None:
     dist.barrier()
 
 
+def leave_threads(rank: Rank, count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
 def hang_on(rank: Rank, hanging: int) -> None:
     while rank.rank == hanging:
         time.sleep(0.05)
@@ -44,6 +52,14 @@ def hang_on(rank: Rank, hanging: int) -> None:
 def test_results_come_in_rank_order(ranks: RankPool) -> None:
     assert ranks(2).run(sum_of_ranks, 2.0) == [2.0, 2.0]
     assert ranks(4).run(sum_of_ranks, 1.0) == [6.0] * 4
+
+
+def test_a_process_with_many_threads_makes_way_for_another(ranks: RankPool) -> None:
+    first, other = ranks(2).run(leave_threads, 0)
+    assert ranks(1).run(leave_threads, MOST_THREADS) == [first]
+    replaced, kept = ranks(2).run(leave_threads, 0)
+    assert replaced != first
+    assert kept == other
 
 
 def test_one_call_may_use_several_layouts(ranks: RankPool) -> None:
