@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,31 @@ def _metrics_and_weights(results: list[Any]) -> tuple[Any, dict[str, torch.Tenso
     return next(m for m, _ in results if m), assemble(piece for _, pieces in results for piece in pieces)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "plain": {"distributed": False},
+    "bf16": {"dtype": "bfloat16"},
+    "sgd": {"distributed": False, "optimizer": {"kind": "sgd"}},
+}
+LAYOUTS = {
+    "one": ParallelLayout(),
+    "tp2-sp-dp2": ParallelLayout(tp=2, dp=2, sequence_parallel=True),
+    "tp2-pp2": ParallelLayout(tp=2, pp=2),
+}
+QUICK = {("tp2-sp-dp2", "sharded"), ("tp2-sp-dp2", "bf16"), ("tp2-pp2", "plain")}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"distributed": False}, {"dtype": "bfloat16"}, {"distributed": False, "optimizer": {"kind": "sgd"}}],
-    ids=["sharded", "plain", "bf16", "sgd"],
-)
-@pytest.mark.parametrize(
-    "layout",
-    [ParallelLayout(), ParallelLayout(tp=2, dp=2, sequence_parallel=True), ParallelLayout(tp=2, pp=2)],
-    ids=["one", "tp2-sp-dp2", "tp2-pp2"],
+    ("layout", "options"),
+    [
+        pytest.param(
+            LAYOUTS[layout],
+            OPTIONS[options],
+            id=f"{layout}-{options}",
+            marks=() if layout == "one" or (layout, options) in QUICK else pytest.mark.slow,
+        )
+        for layout, options in product(LAYOUTS, OPTIONS)
+    ],
 )
 def test_a_loaded_engine_continues_bit_for_bit(
     ranks: RankPool, tmp_path: Path, layout: ParallelLayout, options: dict[str, Any]

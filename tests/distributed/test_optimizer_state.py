@@ -90,7 +90,7 @@ def exchange_with_megatron(rank: Rank, layout: ParallelLayout, directory: Path, 
     new = make_engine(QWEN2, groups, dtype=dtype, seed=99)
     assert new.optimizer is not None
     new.optimizer.materialise_state()
-    state = checkpoint._state_dict(new._modules, new.optimizer, metadata, is_loading=True)
+    state = checkpoint._state_dict(new._modules, new.optimizer, metadata, is_loading=True, only_trained=False)
     new.optimizer.load_state(dist_checkpointing.load(state, str(directory / "theirs"))["optimizer"])
     (mine,), (origin,) = new.optimizer.torch_optimizers(), trained.optimizer.torch_optimizers()
     pairs = zip(mine.param_groups, origin.param_groups, strict=True)

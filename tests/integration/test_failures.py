@@ -266,6 +266,7 @@ def test_a_step_that_does_not_fit_is_given_up_and_done_again_from_its_start(tmp_
 # -- a run that ends well --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_ends_quietly_and_soon_with_relative_paths_and_a_reward_that_raises(
     tmp_path: Path, train: list[str], model: Path
 ):

@@ -92,14 +92,15 @@ ADAPTERS = ["actor.lora.rank=8", "actor.optimizer.lr=1e-2"]
 
 CASES = [
     pytest.param((1, 1, 2), 1, 2, True, [], id="dp2-to-two-engines-tied"),
-    pytest.param((2, 1, 1), 2, 1, True, [], id="tp2-to-tp2-tied", marks=pytest.mark.slow),
-    pytest.param((2, 1, 1), 1, 1, False, [], id="tp2-to-tp1-untied", marks=pytest.mark.slow),
-    pytest.param((2, 2, 1), 2, 1, False, [], id="tp2-pp2-to-tp2-untied", marks=pytest.mark.slow),
-    pytest.param((1, 2, 1), 1, 1, True, [], id="pp2-to-tp1-tied", marks=pytest.mark.slow),
-    pytest.param((2, 1, 1), 1, 1, True, ADAPTERS, id="tp2-to-tp1-adapters", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1), 2, 1, True, [], id="tp2-to-tp2-tied"),
+    pytest.param((2, 1, 1), 1, 1, False, [], id="tp2-to-tp1-untied"),
+    pytest.param((2, 2, 1), 2, 1, False, [], id="tp2-pp2-to-tp2-untied"),
+    pytest.param((1, 2, 1), 1, 1, True, [], id="pp2-to-tp1-tied"),
+    pytest.param((2, 1, 1), 1, 1, True, ADAPTERS, id="tp2-to-tp1-adapters"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "rollout_tp", "replicas", "is_tied", "further"), CASES)
 def test_greedy_tokens_and_log_probs_equal_the_exported_models(
     tmp_path: Path, degrees: tuple[int, int, int], rollout_tp: int, replicas: int, is_tied: bool, further: list[str]
