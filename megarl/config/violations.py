@@ -124,12 +124,12 @@ def _hint(kind: str, value: Any) -> str:
 
 
 def _suggestion(root: type[StrictModel], model: type[StrictModel], key: str) -> str:
-    """Close names on the same level, else keys elsewhere with the same last name."""
+    """Close names on the same level, or keys elsewhere with the same last name, which faint likeness does not hide."""
     prefix, _, name = key.rpartition(".")
-    close = difflib.get_close_matches(name, model.model_fields, n=2, cutoff=0.6)
+    elsewhere = [f.pattern for f in fields.walk(root) if f.name == name]
+    close = difflib.get_close_matches(name, model.model_fields, n=2, cutoff=0.8 if elsewhere else 0.6)
     if close:
         return "; did you mean " + " or ".join(f"{prefix}.{match}" if prefix else match for match in close) + "?"
-    elsewhere = [f.pattern for f in fields.walk(root) if f.name == name]
     if elsewhere:
         return "; did you mean " + " or ".join(dict.fromkeys(elsewhere)) + "?"
     return "; known here: " + ", ".join(model.model_fields)

@@ -44,7 +44,7 @@ class Actor:
         return Bound()
 
 
-def get(ref: Ref) -> Any:
+def get(ref: Ref, timeout: float | None = None) -> Any:
     return pickle.loads(ref.data)
 
 
