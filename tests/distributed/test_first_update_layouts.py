@@ -90,7 +90,10 @@ def expected(ranks: RankPool, samples: Batch) -> dict[str, dict[str, float]]:
     return {name: first_update(ranks, ParallelLayout(), samples, options) for name, options in ALGORITHMS.items()}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=() if name in ("preset", "kl-cov") else pytest.mark.slow) for name in ALGORITHMS],
+)
 @pytest.mark.parametrize("degrees", DEGREES, ids=lambda degrees: "tp{}-pp{}-dp{}".format(*degrees))
 def test_the_first_update_does_not_depend_on_the_layout(
     ranks: RankPool,
