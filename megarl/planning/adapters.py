@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.config.schema.train import LoraConfig
+from megarl.config.schema.train import COLUMN_PARALLEL_TARGETS, LoraConfig
 from megarl.models import ModelSpec
 from megarl.parallel.grid import ParallelLayout
-
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
 
 def adapter_sizes(
@@ -19,7 +17,7 @@ def adapter_sizes(
     of_layer: list[int] = []
     for target in lora.targets:
         rows, columns = _shape(spec, target)
-        if target in _COLUMN_PARALLEL:
+        if target in COLUMN_PARALLEL_TARGETS:
             rows //= layout.tp
         else:
             columns //= layout.tp

@@ -66,6 +66,8 @@ class OptimizerConfig(StrictModel):
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 ATTENTION_TARGETS: tuple[LoraTarget, ...] = ("linear_qkv", "linear_proj")
 """Targets that every layer has; the others are experts where a layer is a mixture of them."""
+COLUMN_PARALLEL_TARGETS: tuple[LoraTarget, ...] = ("linear_qkv", "linear_fc1")
+"""Targets whose rows tensor-parallel ranks share out; of the others it is the columns."""
 
 
 class LoraConfig(StrictModel):

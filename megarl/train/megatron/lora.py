@@ -35,7 +35,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megarl.config.schema.train import ATTENTION_TARGETS, LoraConfig
+from megarl.config.schema.train import ATTENTION_TARGETS, COLUMN_PARALLEL_TARGETS, LoraConfig
 from megarl.errors import CheckpointError, LayoutError, ModelError
 from megarl.models.spec import ModelSpec
 from megarl.parallel.groups import ParallelGroups
@@ -45,8 +45,6 @@ from megarl.weights.pieces import pieces
 from megarl.weights.region import Region
 
 _PREFIX = "adapters."
-_IS_COLUMN = {"linear_qkv": True, "linear_proj": False, "linear_fc1": True, "linear_fc2": False}
-"""Whether a target is column-parallel."""
 
 
 class Adapter(nn.Module):
@@ -65,7 +63,7 @@ class Adapter(nn.Module):
         self, linear: Any, target: str, name: str, groups: ParallelGroups, config: LoraConfig, seed: int
     ) -> None:
         super().__init__()
-        self.is_column = _IS_COLUMN[target]
+        self.is_column = target in COLUMN_PARALLEL_TARGETS
         self.is_on = True
         self.scale = config.alpha / config.rank
         self._is_gated = target == "linear_fc1"
