@@ -55,6 +55,7 @@ TEST = [
     "pytest>=9",
     "pytest-asyncio>=1.3",
     "pytest-timeout>=2.4",
+    "pytest-xdist>=3.8",  # scripts/test.sh runs tests of one process beside those that start processes
     "hypothesis>=6.150",
     "ruff==0.17.6",  # formatting differs between releases
     "mypy==2.4.1",  # findings differ between releases

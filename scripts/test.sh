@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Environment, lint, types, tests. The last line is pytest's.
 #   scripts/test.sh [--all] [pytest arguments]      --all: with the tests marked slow
+# Two tests run at a time: one of those that start processes of their own, which wait for each other much of the time, and
+# one of the rest (tests/conftest.py). `pytest PATH` runs a single one.
 # Settings: those of scripts/setup_env.sh.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,7 +28,7 @@ check "mypy" mypy --no-error-summary
 # Standard input is closed so that no test waits for a person.
 [[ ${#failed[@]} == 0 ]] || echo "== failed before the tests: ${failed[*]}"
 echo "== pytest"
-pytest "${markers[@]}" "$@" </dev/null
+pytest "${markers[@]}" --numprocesses 2 "$@" </dev/null
 rc=$?
 [[ ${#failed[@]} == 0 || $rc != 0 ]] || rc=1
 exit $rc
