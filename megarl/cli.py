@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--sft", action="store_true", help="PRESET is a path and belongs to `megarl sft`")
     sub.add_argument("--json", action="store_true", help="the findings for a script")
     sub.add_argument("--gpu", default="h100", metavar="KIND", help="a100, b200, h100 (default), h200 or h20")
-    sub.add_argument("--node-memory-gib", type=float, metavar="GIB", help="host memory of a node; unknown if not given")
+    sub.add_argument("--node-memory-gib", type=float, metavar="GIB", help="host memory of a node; in a job the job's")
     sub.set_defaults(command=_doctor)
     forms = commands.add_parser("plan", help="what a run will do, by arithmetic; runs nothing").add_subparsers(
         title="forms", metavar="FORM", required=True
@@ -190,15 +190,18 @@ def _sft(options: argparse.Namespace, run_dir: list[str]) -> int:
 
 def _doctor(options: argparse.Namespace, run_dir: list[str]) -> int:
     from megarl.planning.doctor import Surroundings, diagnose
-    from megarl.planning.placement import nodes_of_slurm
+    from megarl.planning.placement import memory_of_slurm, nodes_of_slurm
 
     slurm = env.with_prefix("SLURM_")
+    given = options.node_memory_gib
+    if given is not None and not given > 0:
+        raise ConfigError(f"--node-memory-gib is {given:g}, expected more than 0")
     around = Surroundings(
         nodes_of_slurm(slurm),
         env.with_prefix("MEGARL_"),
         in_job="SLURM_JOB_ID" in slurm,
         gpu=options.gpu,
-        host_bytes=None if options.node_memory_gib is None else int(options.node_memory_gib * 2**30),
+        host_bytes=memory_of_slurm(slurm) if given is None else int(given * 2**30),
     )
     is_sft = options.sft or Path(options.preset).name.startswith("sft")
     diagnosis = diagnose(options.preset, options.overrides, sft=is_sft, around=around)

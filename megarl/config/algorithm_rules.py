@@ -86,9 +86,9 @@ def _known(section: str, kind: str, options: Iterable[str], table: dict[str, fro
         return
     if kind not in table:
         close = difflib.get_close_matches(kind, table, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = f" (did you mean {close[0]}?)" if close else ""
         known = ", ".join(sorted(table))
-        yield Breach((f"{section}.kind",), f"{hint}one of {known}, or package.module:function")
+        yield Breach((f"{section}.kind",), f"one of {known}, or package.module:function{hint}")
     elif unknown := sorted(set(options) - table[kind]):
         known = ", ".join(sorted(table[kind])) or "none"
         yield Breach((f"{section}.options", f"{section}.kind"), f"no {', '.join(unknown)}; options of {kind}: {known}")
@@ -167,7 +167,7 @@ def critic_matches_estimator(config: TrainConfig) -> Iterator[Breach]:
     """A critic is trained exactly where the estimator reads its values; an estimator of your own decides for itself."""
     kind = config.algorithm.advantage.kind
     if kind in VALUE_ESTIMATORS and config.critic is None:
-        yield Breach(("critic", "algorithm.advantage.kind"), f"a critic section for {kind}")
+        yield Breach(("critic", "algorithm.advantage.kind"), f"a critic for {kind} (+critic={{}})")
     if kind in GROUP_ESTIMATORS | OTHER_ESTIMATORS and config.critic is not None:
         yield Breach(("critic", "algorithm.advantage.kind"), f"no critic for {kind} (remove it with ~critic)")
 

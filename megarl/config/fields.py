@@ -182,9 +182,23 @@ def describe_type(annotation: Any) -> str:
     if get_origin(annotation) is dict or annotation is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
-        return f"section ({annotation.__name__})"
+        return _shape(annotation)
     words = {int: "integer", float: "number", str: "string", bool: "true or false", Any: "anything"}
     return words.get(annotation, str(annotation))
+
+
+def _shape(model: type[StrictModel]) -> str:
+    """A section as one would write it: ``{kind: file, path: ...}``, with its kind and what it needs, else its start."""
+    needed = [n for n, info in model.model_fields.items() if info.is_required() or (n == "kind" and _tag(info))]
+    shown = needed or [*list(model.model_fields)[:2], ""]
+    tags = {name: _tag(model.model_fields[name]) for name in shown if name}
+    return "{" + ", ".join(f"{name}: {tags[name] or '...'}" if name else "..." for name in shown) + "}"
+
+
+def _tag(info: FieldInfo) -> str:
+    """The only value that a field takes, if there is one."""
+    allowed = choices(info.annotation)
+    return str(allowed[0]) if len(allowed) == 1 else ""
 
 
 def constraints(info: FieldInfo) -> list[str]:

@@ -55,6 +55,7 @@ class EnginePlan:
         max_model_len: longest prompt plus response.
         seed: of the engine; requests bring their own.
         can_sleep: whether the engine shares its device with training in turns.
+        collective_timeout_s: time-out of collectives among its ranks.
         logs: directory of the run's log files.
     """
 
@@ -64,6 +65,7 @@ class EnginePlan:
     max_model_len: int
     seed: int
     can_sleep: bool
+    collective_timeout_s: float
     logs: Path
 
 
@@ -104,6 +106,7 @@ class RolloutWorker:
             seed=plan.seed,
             replica=self._replica,
             can_sleep=plan.can_sleep,
+            collective_timeout_s=plan.collective_timeout_s,
         )
         await self._engine.start()
 

@@ -322,5 +322,6 @@ def engine_plan(config: TrainConfig, logs: Path) -> EnginePlan:
         max_model_len=longest if rollout.max_model_len is None else rollout.max_model_len,
         seed=config.run.seed,
         can_sleep=takes_turns(config),
+        collective_timeout_s=config.cluster.collective_timeout_s,
         logs=logs,
     )

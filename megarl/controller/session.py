@@ -223,6 +223,7 @@ def _open_sinks(config: TrainConfig | SftConfig, directory: RunDirectory, state:
         directory.root,
         tensorboard=config.logging.tensorboard,
         wandb_project=config.logging.wandb_project,
+        wandb_timeout_s=config.logging.wandb_timeout_s,
         name=config.run.name,
         config=config.model_dump(mode="json"),
         resume_step=state.step,

@@ -22,7 +22,7 @@ from megarl.launch.verdict import Cause, Outcome, Requeue, last_line, limits, re
 from megarl.observability.ending import ending_of
 from megarl.planning.doctor import Diagnosis, Surroundings, diagnose
 from megarl.planning.finding import errors, exit_code
-from megarl.planning.placement import Nodes
+from megarl.planning.placement import Nodes, memory_of_slurm
 from megarl.platform import env
 
 LEAD_SHARE = 0.9
@@ -61,7 +61,12 @@ def examine(command: str, words: Sequence[str], allocation: slurm.Allocation, is
     nodes = Nodes(
         len(allocation.nodes), allocation.gpus, f"job {allocation.job_id}" if allocation.job_id else "the script"
     )
-    around = Surroundings(nodes, env.with_prefix("MEGARL_"), in_job=not is_dry_run)
+    around = Surroundings(
+        nodes,
+        env.with_prefix("MEGARL_"),
+        in_job=not is_dry_run,
+        host_bytes=None if is_dry_run else memory_of_slurm(env.with_prefix("SLURM_")),
+    )
     overrides = [f"cluster.num_nodes={nodes.count}", *keys]
     diagnosis = diagnose(preset, overrides, sft=command == "sft", around=around)
     sys.stderr.write(diagnosis.text() + "\n")

@@ -93,7 +93,9 @@ def read_spec(config: Mapping[str, Any], family: Family, *, where: str) -> Model
         problems.append(f"tie_word_embeddings is {tied!r}, which is neither true nor false")
     if problems:
         raise ModelError(
-            f"megarl's {family.name} cannot represent this configuration: " + "; ".join(problems), where=where
+            f"megarl's {family.name} cannot represent this configuration: " + "; ".join(problems),
+            where=where,
+            fix="use a checkpoint that lacks these options, such as an unquantized one, or another model",
         )
     return ModelSpec(
         family=family.name,

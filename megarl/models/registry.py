@@ -28,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_AGAIN = "take config.json from the model's page again"
 _NORMS = "norms after attention and feed-forward part, for which Megatron-Core's layer (0.16 to 0.19) has no place"
 _GEMMA = (
     "norm weights as 1 + w, which Megatron-Core's own norms (0.16 to 0.19) lack and Transformer Engine's have, and "
@@ -72,25 +73,31 @@ def spec_from_config(config: Mapping[str, Any], *, where: str = "config.json") -
             represent; all problems of the configuration in one error, each naming its key and value.
     """
     if not isinstance(config.get("model_type"), str):
-        raise ModelError("the configuration names no model_type", where=where)
+        raise ModelError("the configuration names no model_type", where=where, fix=_AGAIN)
     return read_spec(config, family_named(config["model_type"]), where=where)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
     """The configuration of a Hugging Face directory. Raises ModelError where there is none or it is no JSON object."""
     path = Path(directory) / "config.json"
+    if not path.parent.exists():
+        raise ModelError(
+            f"there is no directory {path.parent}",
+            where=str(directory),
+            fix="give a Hugging Face model directory on this machine; hf download NAME --local-dir DIRECTORY makes one",
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(
             f"cannot read the model's configuration: {error.strerror}",
             where=str(path),
-            fix="give a Hugging Face model directory",
+            fix="give a Hugging Face model directory, which has a config.json",
         ) from error
     except ValueError as error:
-        raise ModelError(f"the model's configuration is no JSON: {error}", where=str(path)) from error
+        raise ModelError(f"the model's configuration is no JSON: {error}", where=str(path), fix=_AGAIN) from error
     if not isinstance(config, dict):
-        raise ModelError("the model's configuration is no JSON object", where=str(path))
+        raise ModelError("the model's configuration is no JSON object", where=str(path), fix=_AGAIN)
     return config
 
 

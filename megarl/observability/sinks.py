@@ -102,9 +102,13 @@ class WandbSink:
         name: its name; also its id, so that a resumed run continues it.
         directory: of its local files.
         config: the resolved configuration.
+        timeout_s: longest wait for its server at the start, and for what is not uploaded at the end.
+
+    Raises:
+        SetupError: wandb is not installed, or its server does not take the run within the time.
     """
 
-    def __init__(self, project: str, name: str, directory: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, name: str, directory: Path, config: Mapping[str, Any], timeout_s: float) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -113,9 +117,24 @@ class WandbSink:
                 fix="pip install wandb, or unset logging.wandb_project",
             ) from error
         directory.mkdir(parents=True, exist_ok=True)
-        self._run: Any = wandb.init(
-            project=project, name=name, id=name, resume="allow", dir=str(directory), config=dict(config)
-        )
+        # Of its own accord it would wait for the last upload for ever.
+        settings = wandb.Settings(init_timeout=timeout_s, finish_timeout=timeout_s)
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                name=name,
+                id=name,
+                resume="allow",
+                dir=str(directory),
+                config=dict(config),
+                settings=settings,
+            )
+        except wandb.Error as error:
+            raise SetupError(
+                f"Weights & Biases does not take the run: {error}",
+                where="logging.wandb_project",
+                fix="raise logging.wandb_timeout_s, set WANDB_MODE=offline, or logging.wandb_project=null",
+            ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values under the step."""
@@ -159,6 +178,7 @@ def open_sinks(
     *,
     tensorboard: bool,
     wandb_project: str | None,
+    wandb_timeout_s: float,
     name: str,
     config: Mapping[str, Any],
     resume_step: int | None = None,
@@ -167,13 +187,13 @@ def open_sinks(
     """``metrics.jsonl`` in the run directory and the trackers asked for.
 
     Raises:
-        SetupError: a tracker that is asked for is not installed.
+        SetupError: a tracker that is asked for is not installed or does not take the run.
     """
     trackers: list[Sink] = []
     if tensorboard:
         trackers.append(TensorBoardSink(directory / "tensorboard", resume_step=resume_step))
     if wandb_project is not None:
-        trackers.append(WandbSink(wandb_project, name, directory / "wandb", config))
+        trackers.append(WandbSink(wandb_project, name, directory / "wandb", config, wandb_timeout_s))
     file = JsonlSink(directory / "metrics.jsonl", resume_step=resume_step, resume_lines=resume_lines)
     return Sinks(file, trackers)
 

@@ -156,9 +156,10 @@ class ParallelLayout:
         rest = num_layers - sum(count for count in counts if count is not None)
         free = counts.count(None)
         if rest < 0 or (free == 0 and rest) or (free and (rest % free or rest == 0)):
+            outer = {"first": self.first_stage_layers, "last": self.last_stage_layers}
+            given = ", ".join(f"{count} in the {place}" for place, count in outer.items() if count is not None)
             raise LayoutError(
-                f"{num_layers} layers do not divide into pp={self.pp} stages "
-                f"(first_stage_layers={self.first_stage_layers}, last_stage_layers={self.last_stage_layers})",
+                f"{num_layers} layers do not divide into pp={self.pp} stages{given and f' with {given}'}",
                 fix="choose pp that divides the layers, or give the first and last stage their own number",
             )
         return [rest // free if count is None else count for count in counts]

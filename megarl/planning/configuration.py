@@ -37,5 +37,18 @@ def _fix(key: str, problem: str) -> str:
     if problem.startswith("required"):
         return f"set {key}"
     if wanted := re.match(r"expected (.+?), found ", problem):
-        return f"set {key} to {wanted[1]}" if "[rule " not in problem else f"change one of these keys for {wanted[1]}"
+        if "[rule " not in problem:
+            return f"set {key} to {_with_article(wanted[1])}"
+        keys = re.findall(r"(?:, found|\),) ([\w.]+)=", problem)
+        return f"change {_any_of(keys)} to get {wanted[1]}"
     return f"`megarl explain {key}` says what it takes"
+
+
+def _with_article(expected: str) -> str:
+    first = expected.partition(" ")[0]
+    article = {"integer": "an ", "number": "a ", "string": "a ", "list": "a ", "mapping": "a ", "section": "a "}
+    return article.get(first, "") + expected
+
+
+def _any_of(keys: Sequence[str]) -> str:
+    return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])} or {keys[-1]}"

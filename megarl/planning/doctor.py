@@ -17,15 +17,16 @@ from megarl.config.violations import touches
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models import ModelSpec, load_spec
 from megarl.planning import configuration
-from megarl.planning.finding import Finding, errors, exit_code
+from megarl.planning.finding import Finding, Level, errors, exit_code
 from megarl.planning.forecast import check_memory, forecast
 from megarl.planning.fp8 import check_fp8
 from megarl.planning.gpus import Gpu, gpu_named
 from megarl.planning.inputs import check_data, check_reward, check_setup
+from megarl.planning.known_models import known_spec
 from megarl.planning.model_files import check_tokenizer, check_weights
 from megarl.planning.model_fit import check_specs
 from megarl.planning.placement import Nodes, check_batch, check_placement
-from megarl.planning.storage import check_disk
+from megarl.planning.storage import check_disk, check_resume
 
 
 @dataclass(slots=True)
@@ -116,15 +117,19 @@ def _check(diagnosis: Diagnosis, config: TrainConfig | SftConfig, broken: frozen
     if specs is not None:
         keep(check_specs(config, *specs))
         keep(check_fp8(config, *specs, gpu))
-    keep(check_batch(config))
-    keep(check_placement(config, around.nodes))
+    placed = [*check_batch(config), *check_placement(config, around.nodes)]
+    # What only slows a run is said of values that were given: a broken one stands as its default here.
+    keep(placed if not broken else errors(placed))
     if specs is not None:
         keep(_memory(diagnosis, config, specs, gpu, around))
         keep(_files(config, *specs))
         keep(check_disk(config, *specs))
-    keep(check_data(config))
+    keep(check_resume(config))
+    # A login node may lack what the nodes or the container have.
+    absent: Level = "error" if around.in_job and not around.settings.get("MEGARL_ENV") else "warning"
+    keep(check_data(config, absent=absent))
     if isinstance(config, TrainConfig):
-        keep(check_reward(config.reward))
+        keep(check_reward(config.reward, absent=absent))
     keep(check_setup(config, around.settings, in_job=around.in_job))
 
 
@@ -150,6 +155,7 @@ def _read_specs(
 ) -> tuple[ModelSpec, ModelSpec] | None:
     """Specs of policy and critic, the policy's again where the critic starts from it."""
     specs: list[ModelSpec] = []
+    known: list[str] = []
     critic = config.critic if isinstance(config, TrainConfig) else None
     paths = {"model.path": config.model.path}
     if critic is not None and critic.path is not None:
@@ -162,21 +168,35 @@ def _read_specs(
         except ModelError as error:
             fix = error.fix if error.fix is not None else "use a model of a family that megarl knows"
             diagnosis.findings.append(Finding("model", f"{key}={path}", error.problem, fix))
+            if not Path(path).exists() and (spec := _known(path)) is not None:
+                specs.append(spec)
+                known.append(key)
     if len(specs) < len(paths):
         diagnosis.unchecked.append(
             "model, checkpoint, tokenizer, memory and disk: no model's config.json could be read"
         )
         return None
+    for key in known:
+        diagnosis.unchecked.append(f"{key}: weights and tokenizer; its numbers are those of the model of that name")
     return specs[0], specs[-1]
+
+
+def _known(path: str) -> ModelSpec | None:
+    """The model that a directory is named after, where megarl has its numbers."""
+    try:
+        return known_spec(Path(path).name)
+    except ModelError:
+        return None
 
 
 def _files(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> list[Finding]:
     findings: list[Finding] = []
     directory = Path(config.model.path)
-    if config.model.init == "checkpoint":
-        findings += check_weights("model.path", directory, spec)
-    findings += check_tokenizer("model.path", directory, spec, needs_template=config.data.apply_chat_template)
+    if directory.exists():  # else it is a finding already
+        if config.model.init == "checkpoint":
+            findings += check_weights("model.path", directory, spec)
+        findings += check_tokenizer("model.path", directory, spec, needs_template=config.data.apply_chat_template)
     critic = config.critic if isinstance(config, TrainConfig) else None
-    if critic is not None and critic.path is not None:
+    if critic is not None and critic.path is not None and Path(critic.path).exists():
         findings += check_weights("critic.path", Path(critic.path), critic_spec, value_head=True)
     return findings

@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.data import FileSource, GymSource, RewardConfig
 from megarl.errors import DataError, SetupError
-from megarl.planning.finding import Finding
+from megarl.planning.finding import Finding, Level
 from megarl.platform.packages import check_optional_packages
 
 PACKAGES = {
@@ -22,15 +22,20 @@ PACKAGES = {
 """Distributions a run needs; supervised fine-tuning does without vLLM."""
 
 
-def check_data(config: TrainConfig | SftConfig) -> Iterator[Finding]:
-    """Files that exist with the columns named, tasks that exist with options they take."""
+def check_data(config: TrainConfig | SftConfig, *, absent: Level) -> Iterator[Finding]:
+    """Files that exist with the columns named, tasks that exist with options they take.
+
+    Args:
+        config: the run's configuration.
+        absent: what a package that is not installed here is.
+    """
     for part in ("train", "validation"):
         for index, source in enumerate(getattr(config.data, part)):
             key = f"data.{part}.{index}"
             if isinstance(source, FileSource):
                 yield from _file(key, source)
             else:
-                yield from _task(key, source)
+                yield from _task(key, source, absent)
 
 
 def _file(key: str, source: FileSource) -> Iterator[Finding]:
@@ -66,9 +71,12 @@ def _columns(path: Path) -> Sequence[str]:
     return list(first)
 
 
-def _task(key: str, source: GymSource) -> Iterator[Finding]:
+def _task(key: str, source: GymSource, absent: Level) -> Iterator[Finding]:
     from megarl.data.gym import make_dataset
 
+    if util.find_spec("reasoning_gym") is None:
+        yield Finding("data", key, "reasoning-gym is not installed", "pip install reasoning-gym", absent)
+        return
     try:
         make_dataset(source.task, source.options, size=1, seed=source.seed)
     except DataError as error:
@@ -76,10 +84,10 @@ def _task(key: str, source: GymSource) -> Iterator[Finding]:
         yield Finding("data", f"{key}.task", error.problem, fix)
 
 
-def check_reward(reward: RewardConfig) -> Iterator[Finding]:
-    """The function of kind function, and the package of kind math_verify."""
+def check_reward(reward: RewardConfig, *, absent: Level) -> Iterator[Finding]:
+    """The function of kind function, and the package of kind math_verify; ``absent`` is what its absence is."""
     if reward.kind == "math_verify" and util.find_spec("math_verify") is None:
-        yield Finding("reward", "reward.kind", "math-verify is not installed", "pip install math-verify")
+        yield Finding("reward", "reward.kind", "math-verify is not installed", "pip install math-verify", absent)
     if reward.kind == "function" and reward.path is not None and ":" in reward.path:
         yield from _function(reward.path)
 
@@ -136,11 +144,17 @@ def check_setup(config: TrainConfig | SftConfig, settings: Mapping[str, str], *,
         yield Finding("setup", "packages", error.problem, error.fix or "remove the package")
     needed = [n for n in PACKAGES[config.cluster.device] if isinstance(config, TrainConfig) or "vllm" not in n]
     missing = [name for name in needed if not _is_installed(name)]
+    level: Level = "error" if in_job else "warning"
+    trackers = {"wandb_project": "wandb", "tensorboard": "tensorboard"}
+    for key, package in trackers.items():
+        if getattr(config.logging, key) and not _is_installed(package):
+            fix = f"pip install {package}, or set logging.{key}={'false' if key == 'tensorboard' else 'null'}"
+            yield Finding("setup", f"logging.{key}", f"this Python lacks {package}", fix, level)
     if missing:
         problem = f"this Python lacks {', '.join(missing)}"
         extra = "gpu" if config.cluster.device == "cuda" else "cpu"
         fix = f"pip install 'megarl[{extra}]', or set MEGARL_VENV or MEGARL_ENV to where they are"
-        yield Finding("setup", "packages", problem, fix, level="error" if in_job else "warning")
+        yield Finding("setup", "packages", problem, fix, level)
 
 
 def _container(setting: str) -> Iterator[Finding]:

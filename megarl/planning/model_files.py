@@ -23,6 +23,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PLAIN_FLOATS = ("F64", "F32", "F16", "BF16")
 _LARGEST_HEADER = 100_000_000
 _SHOWN = 3
+LEAST_TOKENIZER = 0.8
+"""Share of a vocabulary that a tokenizer of the model fills at least: the rest is padding and reserve."""
 
 
 def check_weights(key: str, directory: Path, spec: ModelSpec, *, value_head: bool = False) -> list[Finding]:
@@ -82,6 +84,9 @@ def check_tokenizer(key: str, directory: Path, spec: ModelSpec, *, needs_templat
     if ids and max(ids.values()) >= spec.vocab_size:
         problem = f"the tokenizer has token ids up to {max(ids.values())}, the model a vocabulary of {spec.vocab_size}"
         yield Finding("checkpoint", where, problem, "use the tokenizer of this model, or resize its embeddings")
+    elif ids and len(ids) < LEAST_TOKENIZER * spec.vocab_size:
+        problem = f"the tokenizer has {len(ids)} tokens, the model a vocabulary of {spec.vocab_size}"
+        yield Finding("checkpoint", where, problem, "use the tokenizer of this model", level="warning")
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     if end is not None and ids and spec.eos_token_ids and ids.get(end) not in spec.eos_token_ids:

@@ -35,6 +35,10 @@ def check_specs(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: M
     findings += _overlap(config, {"actor": spec, "critic": critic_spec})
     if isinstance(config, TrainConfig):
         findings += _engine(config.rollout.tp, spec)
+        if strange := [token for token in config.rollout.sampling.stop_token_ids if not 0 <= token < spec.vocab_size]:
+            key = "rollout.sampling.stop_token_ids"
+            expected = f"tokens of the model's vocabulary of {spec.vocab_size}"
+            findings.append(_model(key, expected, ", ".join(map(str, strange)), "give ids of the model's tokenizer"))
         if config.critic is not None:
             findings += _training("critic", config.critic, critic_spec)
             if critic_spec.vocab_size != spec.vocab_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,15 @@ def nodes_of_slurm(variables: Mapping[str, str]) -> Nodes | None:
     gpus = variables.get("SLURM_GPUS_ON_NODE")
     is_number = gpus is not None and gpus.isdigit()
     return Nodes(int(count), int(gpus) if gpus is not None and is_number else None, f"job {variables['SLURM_JOB_ID']}")
+
+
+def memory_of_slurm(variables: Mapping[str, str]) -> int | None:
+    """Bytes of host memory that the job has on this node: Slurm's, or the node's where it has all; None outside."""
+    if "SLURM_JOB_ID" not in variables:
+        return None
+    all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    given = variables.get("SLURM_MEM_PER_NODE", "")
+    return min(int(given) * 2**20, all_bytes) if given.isdigit() and int(given) > 0 else all_bytes
 
 
 def check_placement(config: TrainConfig | SftConfig, nodes: Nodes | None) -> Iterator[Finding]:

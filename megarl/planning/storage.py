@@ -61,6 +61,23 @@ def disk_bytes(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: Mo
     return kept * one + exports * _WEIGHT_BYTES[config.actor.engine.dtype] * spec.num_parameters()
 
 
+def check_resume(config: TrainConfig | SftConfig) -> Iterator[Finding]:
+    """Whether the run may start in ``run.dir``, or from the checkpoint that ``run.resume`` names."""
+    resume, latest = config.run.resume, Path(config.run.dir) / "checkpoints" / "latest"
+    if resume == "never" and latest.is_file():
+        problem = f"never, and {latest.parent} holds checkpoints already"
+        yield Finding("configuration", "run.resume", problem, "choose another run.dir, or run.resume=auto to go on")
+    if resume in ("auto", "never"):
+        return
+    path = Path(resume)
+    if not path.is_dir():
+        fix = "set run.resume to auto, never or a checkpoint such as RUN/checkpoints/step_000020"
+        yield Finding("configuration", "run.resume", f"there is no checkpoint directory {path}", fix)
+    elif not (path / "manifest.json").is_file():
+        fix = "give a folder such as RUN/checkpoints/step_000020 that was written to its end"
+        yield Finding("checkpoint", "run.resume", f"{path} is no complete checkpoint: it has no manifest.json", fix)
+
+
 def check_disk(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> Iterator[Finding]:
     """Whether ``run.dir`` can be written and its file system has room for the run's checkpoints."""
     directory = Path(config.run.dir).absolute()

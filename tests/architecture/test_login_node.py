@@ -29,6 +29,14 @@ def import_blocked(names: tuple[str, ...]) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+COMMANDS = """
+from megarl import cli
+for words in (["doctor", "grpo_70b"], ["plan", "--published"]):
+    code = cli.main(words)
+    assert code in (0, 5), (words, code)
+"""
+
+
 def exists(name: str) -> bool:
     path = PACKAGE.joinpath(*name.split(".")[1:])
     return path.is_dir() or path.with_suffix(".py").is_file()
@@ -46,3 +54,10 @@ def test_the_block_blocks():
     result = import_blocked(("torch",))
     assert result.returncode != 0
     assert "a login node has no torch" in result.stderr
+
+
+def test_the_commands_for_a_login_node_run_without_torch():
+    code = BLOCKED_IMPORT.format(heavy=HEAVY, names=()) + COMMANDS
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "doctor: grpo_70b: " in result.stdout and "mean absolute error" in result.stdout

@@ -63,7 +63,7 @@ class ClusterConfig(StrictModel):
     ray_address: str | None = None
     """Address of a running Ray cluster; None starts one for this run and stops it at the end."""
     collective_timeout_s: float = Field(600.0, gt=0)
-    """Time-out of collectives among training ranks."""
+    """Time-out of collectives among training ranks, and among the ranks of an engine."""
     start_timeout_s: float = Field(900.0, gt=0)
     """Time for all workers and engines to come up."""
     hang: HangConfig = HangConfig()
@@ -125,6 +125,8 @@ class LoggingConfig(StrictModel):
     """Write TensorBoard event files into the run directory."""
     wandb_project: str | None = None
     """Weights & Biases project; None logs nothing there."""
+    wandb_timeout_s: float = Field(90.0, gt=0)
+    """Longest wait for Weights & Biases at the start, and at the end for what is not uploaded yet."""
 
 
 class TrainConfig(StrictModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,10 @@ def engine_arguments(
     seed: int,
     load: Literal["dummy", "checkpoint"],
     can_sleep: bool,
+    collective_timeout_s: float | None,
 ) -> AsyncEngineArgs:
-    """Arguments of one engine."""
+    """Arguments of one engine; without a time-out its groups have torch's own."""
+    timeout_s = None if collective_timeout_s is None else math.ceil(collective_timeout_s)
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
@@ -58,6 +61,8 @@ def engine_arguments(
         "worker_extension_cls": "megarl.rollout.vllm.worker.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend="megarl"),
         "disable_log_stats": True,
+        "distributed_timeout_seconds": timeout_s,
+        "cpu_distributed_timeout_seconds": timeout_s,
     }
     if device == "cpu":
         arguments |= {

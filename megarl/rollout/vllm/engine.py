@@ -69,6 +69,7 @@ class VllmEngine:
         replica: number of this engine, for messages.
         load: ``dummy`` leaves the weights to the first update, ``checkpoint`` reads the directory's as version 0.
         can_sleep: whether ``sleep`` is going to be used (CUDA).
+        collective_timeout_s: of the collectives among its ranks, rounded up to whole seconds; None leaves torch's.
         may_write: write updates where they belong; False brings whole tensors through the model's own loader.
     """
 
@@ -83,6 +84,7 @@ class VllmEngine:
         replica: int = 0,
         load: Literal["dummy", "checkpoint"] = "dummy",
         can_sleep: bool = False,
+        collective_timeout_s: float | None = None,
         may_write: bool = True,
     ) -> None:
         self.replica = replica
@@ -93,6 +95,7 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._may_write = may_write
         self._arguments = {"model_dir": Path(model_dir), "seed": seed, "can_sleep": can_sleep}
+        self._arguments["collective_timeout_s"] = collective_timeout_s
         self._state: Literal["serving", "stale", "updating"] = "stale"
         self._reason = "no weights have been committed yet"
         self._received: int | None = None

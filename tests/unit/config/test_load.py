@@ -197,8 +197,11 @@ def test_all_violations_are_reported_at_once(train_yaml: str):
         ("checkpoint.at_end=1", "checkpoint.at_end: expected true or false, found 1"),
         ("cluster.device=gpu", "cluster.device: expected one of cpu, cuda, found 'gpu'"),
         ("actor.optimizer.lr=nan", "actor.optimizer.lr: expected number > 0, found nan"),
-        ("actor=3", "actor: expected section (ActorConfig), found 3"),
-        ("data.train=[]", "data.train: expected list of section (FileSource) or section (GymSource) length >= 1"),
+        ("actor=3", "actor: expected {layout: ..., engine: ..., ...}, found 3"),
+        (
+            "data.train=[]",
+            "data.train: expected list of {kind: file, path: ...} or {kind: reasoning_gym, task: ...} length >= 1",
+        ),
         ("data.train.0.kind=csv", "data.train.0.kind: expected one of file, reasoning_gym, found 'csv'"),
         ("model.path=???", "model.path: required"),
         ("run.dir=${nowhere}", "run.dir: Interpolation key 'nowhere' not found (command line: run.dir=${nowhere})"),
@@ -305,7 +308,7 @@ def test_an_override_that_cannot_be_read(train_yaml: str, override: str, message
     [
         (b"- a\n- b\n", "must be a DictConfig"),
         (b"\xff\xfe", "codec can't decode"),
-        (b"", "model: required (section (ModelConfig)) but not set\n"),
+        (b"", "model: required ({path: ...}) but not set\n"),
         (b"defaults: [nope, _self_]\n", "Could not load 'nope'"),
         (b"run: &a {name: *b}\n", "undefined alias"),
     ],

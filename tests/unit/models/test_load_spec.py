@@ -206,6 +206,9 @@ def test_a_directory_without_or_with_a_broken_configuration_is_named(tmp_path):
     with pytest.raises(ModelError, match="No such file") as caught:
         load_spec(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
+    with pytest.raises(ModelError, match=r"there is no directory .*nowhere") as caught:
+        load_spec(tmp_path / "nowhere")
+    assert "hf download" in str(caught.value.fix)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="no JSON"):
         load_spec(tmp_path)

@@ -70,7 +70,7 @@ def test_tensorboard_brings_neither_torch_nor_tensorflow(tmp_path):
 @pytest.mark.parametrize(
     ("module", "sink", "fix"),
     [
-        ("wandb", lambda path: WandbSink("project", "run", path, {}), "unset logging.wandb_project"),
+        ("wandb", lambda path: WandbSink("project", "run", path, {}, 5.0), "unset logging.wandb_project"),
         ("tensorboard.compat.proto", lambda path: TensorBoardSink(path), "logging.tensorboard=false"),
     ],
 )
@@ -92,11 +92,25 @@ def test_wandb_gets_steps_and_the_run_to_continue(tmp_path, monkeypatch):
             calls.append(("finish",))
 
     fake = type(sys)("wandb")
+    fake.Error, fake.Settings = RuntimeError, dict
     fake.init = lambda **options: calls.append(("init", options)) or Run()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    sinks = open_sinks(tmp_path, tensorboard=False, wandb_project="p", name="r", config={"a": 1}, resume_step=4)
+    options = {"tensorboard": False, "wandb_project": "p", "wandb_timeout_s": 7}
+    sinks = open_sinks(tmp_path, **options, name="r", config={"a": 1}, resume_step=4)
     sinks.log(5, {"reward": 1.0})
     sinks.close()
     assert calls[0][1]["id"] == "r" and calls[0][1]["resume"] == "allow" and calls[0][1]["config"] == {"a": 1}
+    assert calls[0][1]["settings"] == {"init_timeout": 7, "finish_timeout": 7}
     assert calls[1:] == [("log", 5, {"reward": 1.0}), ("finish",)]
     assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [5]
+
+
+def test_a_wandb_that_does_not_answer_is_named_with_what_to_do(tmp_path, monkeypatch):
+    def init(**options):
+        raise RuntimeError("Run initialization has timed out after 7.0 sec")
+
+    fake = type(sys)("wandb")
+    fake.Error, fake.Settings, fake.init = RuntimeError, dict, init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(SetupError, match=r"has timed out after 7\.0 sec.*logging\.wandb_timeout_s"):
+        WandbSink("p", "r", tmp_path, {}, 7.0)

@@ -16,7 +16,7 @@ from megarl import cli
 from megarl.config.load import load_train
 from megarl.planning.doctor import Diagnosis, Surroundings, diagnose
 from megarl.planning.finding import errors
-from megarl.planning.placement import Nodes
+from megarl.planning.placement import Nodes, memory_of_slurm
 from tests.unit.planning.models import QWEN2, write_model, write_safetensors, write_tokenizer
 
 CONFIG = """\
@@ -83,24 +83,27 @@ def critic(*overrides: str) -> tuple[str, ...]:
 BROKEN = {
     # configuration
     "unknown key": Broken("actor.layout.tpp", "unknown key", "write actor.layout.tp", ("actor.layout.tpp=2",)),
-    "wrong type": Broken("run.steps", "expected integer >= 1", "set run.steps to integer", ("run.steps=many",)),
+    "wrong type": Broken("run.steps", "expected integer >= 1", "set run.steps to an integer", ("run.steps=many",)),
     "out of bounds": Broken("rollout.tp", "found 0", "set rollout.tp to", ("rollout.tp=0",)),
     "no override": Broken("command line", "not an override", "write key=value", ("rollout.tp",)),
     "a group of one": Broken(
-        "rollout.samples_per_prompt", "samples_per_prompt >= 2", "change one of", ("rollout.samples_per_prompt=1",)
+        "rollout.samples_per_prompt", "samples_per_prompt >= 2",
+        "change rollout.samples_per_prompt or algorithm.advantage.kind to get", ("rollout.samples_per_prompt=1",)
     ),
     "a critic too many": Broken("critic", "no critic for grpo", "~critic", ("+critic={}",)),
     "a minibatch that does not divide": Broken(
-        "algorithm.minibatch_size", "a divisor of the 64 responses", "change one of", ("algorithm.minibatch_size=10",)
+        "algorithm.minibatch_size", "a divisor of the 64 responses",
+        "data.prompts_per_step or rollout.samples_per_prompt to get", ("algorithm.minibatch_size=10",)
     ),
     "a microbatch below the longest sequence": Broken(
-        "actor.engine.microbatch_tokens", "at least 768", "change one of", ("actor.engine.microbatch_tokens=700",)
+        "actor.engine.microbatch_tokens", "at least 768", "to get at least 768", ("actor.engine.microbatch_tokens=700",)
     ),
-    "too few GPUs": Broken("cluster.num_nodes", "at least 16 GPUs", "change one of", ("actor.layout.dp=8",)),
+    "too few GPUs": Broken("cluster.num_nodes", "at least 16 GPUs", "change cluster.num_nodes, cluster.gpus_per_node,",
+        ("actor.layout.dp=8",)),
     "an engine across nodes": Broken(
         "rollout.tp",
         "engines that do not straddle nodes",
-        "change one of",
+        "change rollout.tp, rollout.replicas or cluster.gpus_per_node to get",
         ("rollout.tp=8", "rollout.replicas=2", "cluster.gpus_per_node=4", "cluster.num_nodes=4"),
     ),
     # model
@@ -145,7 +148,20 @@ BROKEN = {
         "critic.path", "vocabulary of 512", "policy's family", critic("critic.path=CRITIC"),
         lambda root: write_model(root / "critic", vocab_size=640),
     ),
-    "no such model": Broken("model.path", "No such file", "Hugging Face model directory", ("model.path=nowhere",)),
+    "no such model": Broken("model.path", "there is no directory nowhere", "hf download", ("model.path=nowhere",)),
+    "no model in the directory": Broken(
+        "model.path", "No such file", "has a config.json", (), without("model/config.json")
+    ),
+    "a model that another program wrote half": Broken(
+        "model.path", "no JSON", "config.json from the model's page", (), text("model/config.json", '{"model')
+    ),
+    "quantized by its configuration": Broken(
+        "model.path", "quantization_config is", "unquantized", (), config_with(quantization_config={"bits": 4})
+    ),
+    "a stop token of another model": Broken(
+        "rollout.sampling.stop_token_ids", "vocabulary of 512, found 600", "ids of the model's tokenizer",
+        ("rollout.sampling.stop_token_ids=[2,600]",),
+    ),
     "another family": Broken(
         "model.path", "none of the families", "known family", (), config_with(model_type="gpt2")
     ),
@@ -191,7 +207,19 @@ BROKEN = {
         "data.apply_chat_template", "no chat template", "data.apply_chat_template=false", (),
         lambda root: write_tokenizer(root / "model", vocab_size=500, template=False),
     ),
+    "no checkpoint to go on from": Broken(
+        "run.resume", "no checkpoint directory", "auto, never or a checkpoint", ("run.resume=runs/x/step_5",)
+    ),
+    "half a checkpoint to go on from": Broken(
+        "run.resume", "no manifest.json", "written to its end", ("run.resume=CRITIC",),
+        lambda root: (root / "critic").mkdir(),
+    ),
+    "a run that may not go on": Broken(
+        "run.resume", "holds checkpoints already", "run.resume=auto", ("run.resume=never",),
+        lambda root: (root / "run/checkpoints").mkdir(parents=True) or text("run/checkpoints/latest", '"step_5"')(root),
+    ),
     # data and reward
+    "no sources": Broken("data.train", "list of {kind: file, path: ...}", "to a list", ("data.train=prompts.jsonl",)),
     "no data": Broken("data.train.0.path", "there is no file", ".jsonl or .parquet", (), without("train.jsonl")),
     "another kind of file": Broken("data.train.0.path", "is no .jsonl", "convert", ("data.train.0.path=CONFIG",)),
     "a broken file": Broken("data.train.0.path", "cannot be read", "one JSON object", (), text("train.jsonl", "{")),
@@ -224,6 +252,10 @@ BROKEN = {
     ),
     # disk and setup
     "a run directory that is a file": Broken("run.dir", "is a file", "another run.dir", ("run.dir=CONFIG",)),
+    "a tracker that is not there": Broken(
+        "logging.wandb_project", "lacks wandb", "logging.wandb_project=null", ("logging.wandb_project=mine",),
+        around=Surroundings(in_job=True),
+    ),
     "an unknown container": Broken(
         "MEGARL_ENV", "expected apptainer:IMAGE", "correct", around=Surroundings(settings={"MEGARL_ENV": "docker:x"})
     ),
@@ -314,6 +346,37 @@ def test_what_a_run_expects_of_itself_is_kept_with_its_seconds(sound: Path):
 def test_what_depends_on_a_broken_key_is_not_reported_again(sound: Path):
     diagnosis = examine(sound, "actor.layout.tp=none")
     assert [finding.key for finding in errors(diagnosis.findings)] == ["actor.layout.tp"]
+
+
+def test_what_only_slows_a_run_is_not_said_of_a_default_that_stands_for_a_broken_value(sound: Path):
+    found = examine(sound, "actor.layout.tp=2.0").findings  # with one tensor-parallel rank half of the GPUs are idle
+    assert [finding.key for finding in found if finding.area != "setup"] == ["actor.layout.tp"]
+
+
+def test_a_tokenizer_with_half_of_the_vocabulary_is_a_warning(sound: Path):
+    write_tokenizer(sound / "model", vocab_size=256)
+    (found,) = [finding for finding in examine(sound).findings if finding.area == "checkpoint"]
+    assert found.level == "warning" and "has 256 tokens, the model a vocabulary of 512" in found.problem
+
+
+def test_a_model_that_is_not_here_is_judged_by_its_name_where_it_is_known(sound: Path):
+    diagnosis = examine(
+        sound, "model.path=models/Llama-3.3-70B-Instruct", "actor.layout.tp=3", "actor.engine.offload=true"
+    )
+    keys = [finding.key.partition("=")[0] for finding in errors(diagnosis.findings)]
+    assert {"model.path", "actor.layout.tp"} <= set(keys)
+    assert not [finding for finding in diagnosis.findings if "tokenizer" in finding.problem]
+    assert diagnosis.unchecked[0].startswith("model.path: weights and tokenizer; its numbers are those")
+    memory = examine(sound, "model.path=models/Llama-3.3-70B-Instruct").findings
+    assert "memory" in [finding.area for finding in memory]
+
+
+def test_a_job_knows_the_memory_of_its_node():
+    assert memory_of_slurm({}) is None
+    whole = memory_of_slurm({"SLURM_JOB_ID": "7"})
+    assert whole is not None and whole == memory_of_slurm({"SLURM_JOB_ID": "7", "SLURM_MEM_PER_NODE": "0"})
+    assert memory_of_slurm({"SLURM_JOB_ID": "7", "SLURM_MEM_PER_NODE": "512"}) == 2**29
+    assert memory_of_slurm({"SLURM_JOB_ID": "7", "SLURM_MEM_PER_NODE": "999999999"}) == whole
 
 
 def test_what_cannot_be_checked_is_named(sound: Path):
