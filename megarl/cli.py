@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLAN_FORMS = ("layout", "sync")
+_BY_NAME = "{} is not here: the numbers are those of the model of that name"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -243,7 +244,7 @@ def _plan_layout(options: argparse.Namespace, run_dir: list[str]) -> int:
     config, gpu = load_train(options.preset, options.overrides).config, gpu_named(options.gpu)
     spec, is_known = spec_of(config.model.path)
     if is_known:
-        print(f"{config.model.path} is not here: the numbers are those of the model of that name")
+        print(_BY_NAME.format(config.model.path))
     work = workload(config, mean_prompt=options.mean_prompt, mean_response=options.mean_response)
     sizes = _sizes(options.gpus, config.cluster.gpus_per_node)
     if not sizes:
@@ -269,6 +270,7 @@ def _sizes(text: str | None, per_node: int) -> list[int]:
 def _plan_sync(options: argparse.Namespace, run_dir: list[str]) -> int:
     from megarl.config.load import load_train
     from megarl.controller.placement import plan_placement
+    from megarl.planning.known_models import spec_of
     from megarl.planning.sync_plan import plan_sync
 
     for name in ("bandwidth", "local_bandwidth"):
@@ -284,7 +286,12 @@ def _plan_sync(options: argparse.Namespace, run_dir: list[str]) -> int:
         local_bandwidth=options.local_bandwidth * 1e9,
         expert_parallel=options.expert_parallel,
     )
-    print(made.json() if options.json else made.text())
+    if options.json:
+        print(made.json())
+        return 0
+    if spec_of(config.model.path)[1]:
+        print(_BY_NAME.format(config.model.path))
+    print(made.text())
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.config.load import load_sft, load_train
 from megarl.controller.placement import plan_placement
-from megarl.errors import ConfigError, MegarlError, SetupError
+from megarl.errors import ConfigError, MegarlError, NodeError, SetupError
 from megarl.launch import ray_cluster, slurm
 from megarl.launch.inspection import inspect_nodes
 from megarl.launch.plan import Program, plan
@@ -109,8 +109,11 @@ def _job(args: argparse.Namespace, allocation: slurm.Allocation) -> int:
     """One attempt of a job, whatever it comes to; the last line of its output says what."""
     settings = env.with_prefix("MEGARL_")
     try:
-        limits(settings)
-        outcome = _attempt(args, allocation, settings)
+        budget, _ = limits(settings)
+        if allocation.restarts > budget:  # Slurm requeues by itself where it gives a node up
+            outcome = Outcome(NodeError.exit_code, Cause.NODE, "Slurm has queued the job again by itself")
+        else:
+            outcome = _attempt(args, allocation, settings)
         after = requeue(outcome, allocation.restarts, settings)
     except MegarlError as error:
         ending = ending_of(error, error.exit_code)

@@ -1,7 +1,8 @@
 """``python -m megarl.launch.node``: Ray on one node of the job, until the job ends it.
 
 It runs on every node: in the batch step for the head, as a task of one srun for all the others. It finds the node's
-address, runs ``ray start --block``, and on SIGTERM or SIGUSR1 ends Ray with everything Ray started there.
+address, runs ``ray start --block``, and on SIGTERM or SIGUSR1 ends Ray with everything Ray started there. Where Slurm's
+daemon of the node is dead no signal comes: the head that has gone is the sign then, long before Ray gives it up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -25,6 +27,9 @@ from megarl.platform import env
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+
+LOOK_S = 2.0
+"""Between two looks at the head."""
 
 
 def object_store_bytes(total: int, shared: int) -> int:
@@ -64,6 +69,18 @@ def ray_start(args: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
+def refuses(address: str) -> bool:
+    """Whether a machine that is there says that nobody listens at an address; one that says nothing may be busy."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=LOOK_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError as error:
+        logger.debug("%s does not answer: %s", address, error)
+    return False
+
+
 def main() -> int:
     """Run Ray here; returns its exit code, or 0 when it was told to end."""
     parser = argparse.ArgumentParser(prog="megarl.launch.node")
@@ -83,11 +100,19 @@ def main() -> int:
     children = Children()
     children.forward([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], None)
     ray = children.start("ray", ray_start(args), environment=env.copy())
+    refusals, next_look = 0, time.monotonic() + LOOK_S
     try:
         while children.received is None:
             if children.first_exit([ray], deadline_s=0.2) is not None:
                 logger.error("ray ended by itself with exit code %s", ray.process.returncode)
                 return ray.process.returncode or 1
+            if args.head or time.monotonic() < next_look:
+                continue
+            refusals = refusals + 1 if refuses(args.address) else 0
+            if refusals == 2:
+                logger.error("the head at %s has gone", args.address)
+                return 1
+            next_look = time.monotonic() + LOOK_S
         return 0
     finally:
         children.end_all()

@@ -88,7 +88,10 @@ def run(plan: Plan, environment: Mapping[str, str], *, grace_s: float = 15.0, lo
             return _no_cluster(None, plan, children)
         driver = children.start("driver", plan.driver, environment=variables)
         children.forward(SIGNALS, driver)
-        return _attend(children, driver, nodes, plan, ending, variables, grace_s, loss_s)
+        outcome = _attend(children, driver, nodes, plan, ending, variables, grace_s, loss_s)
+        if outcome.cause is Cause.CANCEL and signal.SIGTERM in children.first_s:
+            return _given_up(outcome, slurm.called_down(plan.allocation.workers, variables))
+        return outcome
     finally:
         # Together with the grace less than the 30 s after which Slurm kills a cancelled job.
         children.end_all(grace_s=min(grace_s, END_S))
@@ -207,9 +210,8 @@ def _lost(child: Child, plan: Plan) -> str:
         where = f"the head node {plan.allocation.head}"
     else:
         log = plan.logs / "srun.log"
-        named = re.findall(
-            r"^srun: error: (\S+?): task", log.read_text(errors="replace") if log.is_file() else "", re.M
-        )
+        said = log.read_text(errors="replace") if log.is_file() else ""
+        named = re.findall(r"^srun: error: (?:Node failure on )?(\S+?)(?:: task|$)", said, re.M)
         where = f"node {named[0]}" if named else f"a node among {', '.join(plan.allocation.workers)}"
     return f"lost {where}: its Ray ended (exit code {child.process.returncode})"
 
@@ -220,6 +222,17 @@ def _after_loss(lost: str, code: int | None, ending: Ending | None) -> Outcome:
         return of_driver(code, ending)
     text = f"{lost}; see its log" + (f" | first seen as {ending.account}" if ending is not None else "")
     return Outcome(NodeError.exit_code, Cause.NODE, text)
+
+
+def _given_up(outcome: Outcome, down: Sequence[str]) -> Outcome:
+    """The outcome of a run that SIGTERM ended, with the nodes that Slurm calls down, if it is because of them.
+
+    Slurm ends a job itself once it has not heard a node's daemon for its SlurmdTimeout, and it decides what follows.
+    """
+    if not down:
+        return outcome
+    text = f"lost node {', '.join(down)}: Slurm calls it down, ends the job and, with --requeue, queues it again"
+    return Outcome(NodeError.exit_code, Cause.CANCEL, f"{text} | {outcome.text}")
 
 
 def _overdue(children: Children) -> Outcome:

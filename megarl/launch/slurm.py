@@ -26,6 +26,9 @@ ATTEMPTS, AGAIN_S = 4, 5.0
 ANSWER_S = 20.0
 """How long a node has to start a task that does nothing."""
 
+TELL_S = 5.0
+"""How long the controller has to say how the nodes are, while Slurm already ends the job."""
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -200,6 +203,21 @@ def is_lost(node: str, environment: Mapping[str, str]) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return node in unreachable(result.stderr)
+
+
+def called_down(nodes: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Those of the nodes that Slurm's controller has given up; none if it does not answer within ``TELL_S``."""
+    if not nodes:
+        return []
+    try:
+        result = subprocess.run(
+            ["scontrol", "show", "node", "-o", ",".join(nodes)],
+            capture_output=True, text=True, timeout=TELL_S, env=dict(environment), stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    states = re.findall(r"NodeName=(\S+).*?\bState=(\S+)", result.stdout)
+    return [name for name, state in states if "DOWN" in state]
 
 
 def unreachable(log: str) -> dict[str, list[str]]:

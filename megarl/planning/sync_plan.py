@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from megarl.config.schema import TrainConfig
-from megarl.models import load_spec
+from megarl.planning.known_models import spec_of
 from megarl.weights.check import check_plan
 from megarl.weights.engine_layout import engine_replicas
 from megarl.weights.layout import megatron_regions
@@ -127,11 +127,11 @@ def plan_sync(
         expert_parallel: the engines deal experts out whole.
 
     Raises:
-        ModelError: the model's configuration cannot be read or represented.
+        ModelError: the model's configuration cannot be read or represented, and its name is none that is known.
         LayoutError: it does not divide into the actor's or the engines' layout.
         PlanError: the plan is not complete, which is a defect of megarl.
     """
-    spec = load_spec(config.model.path)
+    spec, _ = spec_of(config.model.path)
     layout = config.actor.layout.grid()
     naming = "te" if config.cluster.device == "cuda" else "local"
     with collector_paused():

@@ -130,6 +130,29 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(tmp_path: Path, sft: list[s
     }
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_for_a_while_is_reported_and_the_run_goes_on_as_configured(tmp_path: Path, sft: list[str]):
+    logs = tmp_path / "run" / "logs"
+    options = [*sft, FOREVER, "cluster.hang.after_s=8", "cluster.hang.action=report"]
+    with LiveRun("sft", "sft_tiny", tmp_path / "run", *options) as run:
+        run.wait_for("step 3/")
+        stopped = run.worker("actor", 1)
+        stopped.send_signal(signal.SIGSTOP)
+        run.wait_until((logs / "hang-1.txt").is_file, "a report")
+        run.wait_until(lambda: "  thread " in (logs / "hang-1.txt").read_text(), "the stacks in it")
+        done = run.output.count("\nstep ")
+        time.sleep(3)  # it goes on waiting
+        assert run.process.poll() is None and run.output.count("\nstep ") == done
+        stopped.send_signal(signal.SIGCONT)
+        run.wait_until(lambda: run.output.count("\nstep ") >= done + 3, "three steps more")
+        run.process.send_signal(signal.SIGINT)
+        assert_ended(run, 130, ("megarl: interrupted",))
+    report = (logs / "hang-1.txt").read_text()
+    assert report.startswith("phase ") and "actor rank 1 does not answer; last seen" in report
+    assert "actor rank 0 waits in " in report and "megarl/controller/workers.py" in report
+    assert not list(logs.glob("hang-2*"))  # a phase is reported once
+
+
 # -- signals ---------------------------------------------------------------------------------------------------------
 
 

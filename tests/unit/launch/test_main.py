@@ -65,6 +65,14 @@ def test_a_wrong_setting_ends_the_job_before_anything_starts(asked, monkeypatch,
     assert not asked
 
 
+def test_a_job_that_slurm_queued_again_itself_stays_within_its_budget(asked, monkeypatch, capsys):
+    monkeypatch.setenv("MEGARL_REQUEUES", "1")
+    assert end_with(Outcome(0, Cause.DONE, "finished"), monkeypatch) == 13
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("| exit code 13 | not requeued: 2 of 1 restarts are used (MEGARL_REQUEUES)")
+    assert "attempt 3 | Slurm has queued the job again by itself" in last and not asked
+
+
 def test_the_run_gets_the_nodes_it_wants_and_the_pre_flight_all(asked, monkeypatch, tmp_path: Path):
     seen: dict[str, tuple[str, ...]] = {}
     monkeypatch.setenv("MEGARL_NODES", "1")

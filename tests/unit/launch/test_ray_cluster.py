@@ -182,6 +182,20 @@ def test_a_driver_that_fails_on_the_signal_that_ends_it_was_cancelled(start):
     assert job.outcome() == (143, "cancel", "SIGTERM | the driver ended with exit code 15")
 
 
+@pytest.mark.parametrize(("state", "code"), [("DOWN*", 13), ("MIXED", 143)])
+def test_a_job_that_slurm_ends_because_it_gave_a_node_up_has_lost_the_node(
+    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, code: int
+):
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "NodeName=$4 Arch=x86_64 State={state} Weight=1"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = start(driver=f"trap 'exit 143' TERM; {READY}{WAIT}")
+    job.send(signal.SIGTERM)
+    found = job.outcome()
+    assert found[:2] == (code, "cancel") and "the driver ended with exit code 143" in found[2]
+    assert found[2].startswith("lost node n2: Slurm calls it down") == (code == 13)
+
+
 def test_a_cluster_that_does_not_come_up_says_what_the_barrier_said(start):
     code, cause, text = start(barrier="echo 1 of 2 nodes did not join within 8 s: n2 >&2; exit 3").outcome()
     assert (code, cause) == (3, "join")
