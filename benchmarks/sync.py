@@ -54,7 +54,7 @@ MIB = 1 << 20
 USUAL_BUCKET = 512_000_000
 FASTER, SLOWER_THAN_RAW, BUCKETS, CHECKED = 5.0, 1.5, 2, 0.02
 EVERY = SyncConfig().checksum_every
-PAIRS = 8
+PAIRS = 16
 
 
 def spec(layers: int) -> ModelSpec:

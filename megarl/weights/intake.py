@@ -110,7 +110,7 @@ class Intake:
         Raises:
             TransportError: a sender failed, is gone, or was not done by ``deadline``.
         """
-        totals: dict[str, int] = {}
+        sums: list[Sum] = []  # of all items in turn; put together at the end, when no cache is full of weights
         remote = iter(enumerate(self._remote))
         ahead = self._start(remote, deadline)
         for bucket in self.program.buckets:
@@ -124,7 +124,6 @@ class Intake:
                 transfer, buffer = ahead
                 self._network.wait(transfer)
                 ahead = self._start(remote, deadline)
-            sums: list[Sum] = []
             for item in bucket.items:
                 self.tensor = item.region.tensor
                 sums.append(_unpack(item, buffer, target, share))
@@ -132,10 +131,12 @@ class Intake:
                 self._inlets[bucket.source].release(bucket.number)
             for item in bucket.items:
                 target.written(item.region)
-            if share is not None:
-                for item, value in zip(bucket.items, numbers(sums), strict=True):
-                    totals[item.region.tensor] = (totals.get(item.region.tensor, 0) + value) % MODULUS
         self.tensor = None
+        totals: dict[str, int] = {}
+        if share is not None:
+            items = (item for bucket in self.program.buckets for item in bucket.items)
+            for item, value in zip(items, numbers(sums), strict=True):
+                totals[item.region.tensor] = (totals.get(item.region.tensor, 0) + value) % MODULUS
         return totals
 
     def fail(self, reason: str) -> None:

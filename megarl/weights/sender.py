@@ -236,10 +236,11 @@ class WeightSender:
         if session.outlet is not None:
             session.outlet.begin()
         under_way: list[tuple[Bucket, Transfer | None]] = []
+        sums: list[Sum] = []  # of all items in turn; put together at the end, when no cache is full of weights
         for bucket in session.program.buckets:
             if len(under_way) == 2:
                 self._settle(session, *under_way.pop(0), deadline)
-            payload, sums = self._payload(bucket, parameters, session.buffers[bucket.slot], share)
+            payload = self._payload(bucket, parameters, session.buffers[bucket.slot], share, sums)
             if bucket.kind == HOST:
                 assert session.outlet is not None
                 session.outlet.publish(bucket.number, bucket.destinations)
@@ -250,11 +251,11 @@ class WeightSender:
                 peer, name = session.network_ranks[to], session.names[to]
                 sent = session.network.send(payload, peer, bucket.number, name=name, deadline=deadline)
                 under_way.append((bucket, sent))
-            if share is not None:
-                _add_up(checksums, bucket, sums)
         for bucket, transfer in under_way:
             self._tensor = bucket.items[0].region.tensor
             self._settle(session, bucket, transfer, deadline)
+        if share is not None:
+            _add_up(checksums, session.program.buckets, sums)
 
     def _settle(self, session: _Session, bucket: Bucket, transfer: Transfer | None, deadline: float) -> None:
         """Wait until a bucket's buffer may be written again."""
@@ -267,9 +268,9 @@ class WeightSender:
 
     @torch.no_grad()
     def _payload(
-        self, bucket: Bucket, parameters: Mapping[str, Tensor], slot: Tensor, share: Share | None
-    ) -> tuple[Tensor, list[Sum]]:
-        """The bytes of a bucket and the checksums of its items.
+        self, bucket: Bucket, parameters: Mapping[str, Tensor], slot: Tensor, share: Share | None, sums: list[Sum]
+    ) -> Tensor:
+        """The bytes of a bucket; the checksums of its items go to the end of ``sums``.
 
         What the network can send from where it lies is not copied: a bucket of one item, in one run, in its dtype.
         """
@@ -278,14 +279,13 @@ class WeightSender:
             self._tensor = item.region.tensor
             view = region_view(item.region, parameters[item.region.local_name]).detach()
             if view.is_contiguous() and view.dtype == getattr(torch, item.dtype):
-                total = 0 if share is None else checksum_sum(view, item.region.box, share)
-                return view.reshape(-1).view(torch.uint8), [total]
+                sums.append(0 if share is None else checksum_sum(view, item.region.box, share))
+                return view.reshape(-1).view(torch.uint8)
         payload = slot[: bucket.num_bytes]
-        sums: list[Sum] = []
         for item in bucket.items:
             self._tensor = item.region.tensor
             sums.append(self._pack(item, parameters, payload, share))
-        return payload, sums
+        return payload
 
     def _pack(self, item: Item, parameters: Mapping[str, Tensor], buffer: Tensor, share: Share | None) -> Sum:
         """Copy an item into its place in the bucket, converting the dtype; returns the checksum of that place."""
@@ -335,9 +335,10 @@ def backend_of(device: torch.device) -> Backend:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _add_up(checksums: dict[int, dict[str, int]], bucket: Bucket, sums: Sequence[Sum]) -> None:
-    """Add a bucket's checksums to the totals of all who read them."""
-    for item, value in zip(bucket.items, numbers(sums), strict=True):
+def _add_up(checksums: dict[int, dict[str, int]], buckets: Sequence[Bucket], sums: Sequence[Sum]) -> None:
+    """Add the checksums of all items to the totals of all who read them."""
+    items = (item for bucket in buckets for item in bucket.items)
+    for item, value in zip(items, numbers(sums), strict=True):
         for reader in item.readers:
             totals = checksums.setdefault(reader, {})
             totals[item.region.tensor] = (totals.get(item.region.tensor, 0) + value) % MODULUS
