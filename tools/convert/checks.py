@@ -24,7 +24,12 @@ _SHOWN = 20
 def verify(given: argparse.Namespace) -> int:
     """Runs the checks that the options ask for; 0 if all hold, else 8."""
     settings = Settings(given.workers, given.max_memory)
+    if given.logits and given.against is None:
+        raise CheckpointError("--logits compares with a Hugging Face directory", fix="give it with --against")
     source = open_source(given.source, config=given.config or _config_of(given.against))
+    if given.logits and not 0 < given.tokens <= source.spec.max_position:
+        most = source.spec.max_position
+        raise CheckpointError(f"--tokens is {given.tokens}, expected 1 to {most}, the positions that the model has")
     answers = [_say("structure", [], f"{len(source.dtypes)} tensors, {source.format}, {source.spec.family}")]
     home = Path(given.source)
     if (home / MANIFEST).exists():
@@ -41,8 +46,6 @@ def verify(given: argparse.Namespace) -> int:
         answers.append(_say("configuration", problems, "sizes, rotary embeddings, norms, router agree"))
         if given.logits:
             answers.append(_logits(source, other, given.tokens))
-    elif given.logits:
-        raise CheckpointError("--logits compares with a Hugging Face directory", fix="give it with --against")
     return 0 if all(answers) else CheckpointError.exit_code
 
 

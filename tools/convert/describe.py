@@ -10,7 +10,7 @@ from megarl.errors import CheckpointError
 from megarl.models.registry import load_spec
 from megarl.weights.conversion.receipt import MANIFEST, read_receipt
 from megarl.weights.conversion.source import Source
-from megarl.weights.conversion.sources import format_of, open_source
+from megarl.weights.conversion.sources import config_home, format_of, open_source
 from megarl.weights.files.arrays import ITEM_BYTES
 from megarl.weights.files.legacy import read_legacy, resolve_tracker
 from megarl.weights.files.safetensors_header import directory_arrays
@@ -98,7 +98,8 @@ def _place(source: Source, rank: int, region: Region) -> str:
 
 def places_in_layout(given: argparse.Namespace) -> int:
     """Which ranks of a layout hold a tensor, and where."""
-    spec = load_spec(given.config or given.source)
+    home = None if given.config is None else Path(given.config)
+    spec = load_spec(config_home(home, resolve_tracker(Path(given.source)), Path(given.source)))
     layout = layout_of(given, has_experts=spec.moe is not None)
     naming = given.naming or "te"
     held: dict[str, list[str]] = {}

@@ -16,7 +16,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from collections.abc import Sequence
 
-from tools.convert.options import add_layout_options, command, run
+from megarl.errors import CheckpointError
+from tools.convert.options import add_layout_options, command, layout_options_given, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     from tools.convert.describe import describe, places_in_files, places_in_layout
 
+    has_layout = bool(layout_options_given(given))
+    if given.tensor is None and has_layout:
+        raise CheckpointError("a layout says where a tensor lives, and none is named", fix="give --tensor NAME")
     if given.tensor is None:
         return describe(given)
-    has_layout = any(getattr(given, degree) != 1 for degree in ("tp", "pp", "vpp", "ep")) or given.pipeline is not None
     return places_in_layout(given) if has_layout else places_in_files(given)
 
 

@@ -56,6 +56,14 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grouped-experts", action="store_true", help="experts of a rank in one module (legacy format)")
 
 
+def layout_options_given(given: argparse.Namespace) -> list[str]:
+    """Options of a layout that are not what they are by default."""
+    parser = argparse.ArgumentParser()
+    add_layout_options(parser)
+    defaults = vars(parser.parse_args([]))
+    return ["--" + name.replace("_", "-") for name, value in defaults.items() if getattr(given, name) != value]
+
+
 def layout_of(given: argparse.Namespace, *, has_experts: bool) -> ParallelLayout:
     """The layout that the options describe."""
     etp = given.etp if given.etp is not None else given.tp if has_experts else 1
@@ -146,10 +154,13 @@ def run(main: Callable[[Sequence[str] | None], int], arguments: Sequence[str] | 
     """Runs a command; megarl's errors become a line and an exit code."""
     try:
         return main(arguments)
+    except BrokenPipeError:
+        return CheckpointError.exit_code
     except MegarlError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    except BrokenPipeError:
+    except OSError as error:  # of a name or a place that nothing more special was met at
+        sys.stderr.write(f"{error.strerror or error} [{error.filename or 'no file'}]\n")
         return CheckpointError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; --resume continues\n")

@@ -13,11 +13,13 @@ from megarl.weights.conversion.source import Source
 from megarl.weights.conversion.sources import open_source
 from megarl.weights.conversion.target import Target
 from megarl.weights.conversion.targets import hf_target, legacy_target, sharded_state_target
-from tools.convert.options import DTYPES, ProgressLine, layout_of, report, settings_of
+from tools.convert.options import DTYPES, ProgressLine, layout_of, layout_options_given, report, settings_of
 
 
 def to_megatron(source: Source, given: argparse.Namespace) -> int:
     """Writes a Megatron checkpoint in ``given.format`` and layout."""
+    if given.grouped_experts and (given.format != "legacy" or source.spec.moe is None):
+        raise CheckpointError("--grouped-experts is for expert models in the legacy format", fix="leave it out")
     layout = layout_of(given, has_experts=source.spec.moe is not None)
     naming = given.naming or source.naming or "te"
     dtypes = target_dtypes(source, given.dtype)
@@ -66,6 +68,8 @@ def to_hf(source: Source, given: argparse.Namespace) -> int:
 
 def to_sharded_state(source: Source, given: argparse.Namespace) -> int:
     """Writes vLLM's sharded state for ``given.tp`` ranks."""
+    if unused := [option for option in layout_options_given(given) if option != "--tp"]:
+        raise CheckpointError(f"{', '.join(unused)}: an engine's shards depend on --tp alone", fix="leave it out")
     dtypes = target_dtypes(source, given.dtype)
     options = {"format": "sharded_state", "dtype": given.dtype, "tp": given.tp}
     if source.value_head:

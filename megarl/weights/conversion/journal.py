@@ -15,11 +15,12 @@ import fcntl
 import json
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError
-from megarl.weights.conversion.copying import Done
+from megarl.weights.conversion.copying import Done, Job
 
 
 class Journal:
@@ -39,9 +40,7 @@ class Journal:
         self.done: dict[str, Done] = {}
         self._lock = threading.Lock()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            self._take_lock()
+            self._handle = self._locked()
             lines = self._lines() if resume else []
         except OSError as error:
             raise CheckpointError(f"cannot write the journal: {error.strerror}", where=str(path)) from error
@@ -68,6 +67,10 @@ class Journal:
         with self._lock:
             self.done[done.tensor] = done
 
+    def is_complete(self, jobs: Sequence[Job]) -> bool:
+        """Whether an earlier attempt had all tensors in place."""
+        return self.is_resumed and all(job.tensor in self.done for job in jobs)
+
     def forget(self, tensor: str) -> None:
         """A noted tensor whose bytes are not what was noted; it is to be written again."""
         self.done.pop(tensor, None)
@@ -83,12 +86,22 @@ class Journal:
         self.path.unlink(missing_ok=True)
         self.close()
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._handle)
-            raise CheckpointError("another process is converting into this directory", where=str(self.path)) from None
+    def _locked(self) -> int:
+        while True:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                raise CheckpointError(
+                    "another process is converting into this directory",
+                    where=str(self.path),
+                    fix="wait for it, or choose another name",
+                ) from None
+            # The one that held it may have removed the file in between; a lock on that keeps nobody away.
+            if self.path.exists() and os.path.samestat(os.fstat(handle), os.stat(self.path)):
+                return handle
+            os.close(handle)
 
     def _lines(self) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = []

@@ -112,9 +112,10 @@ def convert(
     """
     progress = progress or Progress()
     final = Path(os.path.abspath(final))
+    if not final.name:
+        raise CheckpointError("the target exists", where=str(final), fix="choose another name")
     temporary, journal_path = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.journal")
-    is_renamed = settings.resume and journal_path.exists() and final.exists() and not temporary.exists()
-    if not is_renamed:
+    if not (settings.resume and journal_path.exists()):
         _check_place(final, source, settings)
     block_bytes = settings.block_bytes()
     target = make_target(temporary)
@@ -124,10 +125,16 @@ def convert(
     identity = _identity(source, plan.digest, options)
     journal = Journal(journal_path, identity, resume=settings.resume)
     try:
-        if journal.is_resumed and is_renamed:
+        if journal.is_complete(jobs) and final.exists() and not temporary.exists():
             # Killed between the rename and the removal of the journal: everything is in place.
             journal.remove()
             return receipt(source, target, plan, jobs, journal.done, options)
+        try:
+            _check_place(final, source, settings)  # Another process may have completed it meanwhile.
+        except CheckpointError:
+            if not journal.is_resumed:
+                journal.remove()
+            raise
         _prepare(target, journal, jobs, settings, block_bytes, progress)
         left = [job for job in jobs if job.tensor not in journal.done]
         total, left_bytes = sum(job.num_bytes for job in jobs), sum(job.num_bytes for job in left)
@@ -148,6 +155,8 @@ def _check_place(final: Path, source: Source, settings: Settings) -> None:
     """Raises CheckpointError where a conversion must not write: what makes way in the end is removed."""
     if not final.parent.is_dir():
         raise CheckpointError("no such directory", where=str(final.parent), fix="make it first")
+    if final.is_symlink():
+        raise CheckpointError("the target is a link", where=str(final), fix="name what it leads to, or another place")
     if not final.exists():
         return
     if not settings.overwrite:

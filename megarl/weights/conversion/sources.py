@@ -88,7 +88,7 @@ def open_source(
             raise CheckpointError("a Hugging Face directory holds no optimizer state", where=str(found))
         return _open_hf(found, _model_at(found if config is None else Path(config), spec), value_head)
     given = None if config is None else Path(config)
-    model = _model_at(found if spec is not None else _config_home(given, found, Path(directory)), spec)
+    model = _model_at(found if spec is not None else config_home(given, found, Path(directory)), spec)
     if kind == "torch_dist":
         return _open_dist(found, model, value_head, optimizer)
     if optimizer:
@@ -100,7 +100,8 @@ def open_source(
     return open_legacy(found, model, value_head)
 
 
-def _config_home(given: Path | None, *places: Path) -> Path:
+def config_home(given: Path | None, *places: Path) -> Path:
+    """The directory given, or the one of these places that has a model's configuration. Raises CheckpointError."""
     if given is not None:
         return given
     for place in places:

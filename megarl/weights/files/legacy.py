@@ -66,10 +66,20 @@ def resolve_tracker(directory: Path) -> Path:
     tracker = directory / TRACKER
     if not tracker.exists():
         return directory
-    name = tracker.read_text(encoding="utf-8").strip()
-    found = directory / (name if name == "release" else f"iter_{int(name):07d}" if name.isdigit() else name)
+    name = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if name != "release" and not re.fullmatch("[0-9]+", name):
+        raise CheckpointError(
+            f"{TRACKER} says {name[:40]!r}, expected an iteration or 'release'",
+            where=str(tracker),
+            fix="give the directory of an iteration",
+        )
+    found = directory / (name if name == "release" else f"iter_{int(name):07d}")
     if not found.is_dir():
-        raise CheckpointError(f"{TRACKER} names {name!r}, but {found.name} is not there", where=str(directory))
+        raise CheckpointError(
+            f"{TRACKER} names {name!r}, but {found.name} is not there",
+            where=str(directory),
+            fix="give the directory of an iteration",
+        )
     return found
 
 
@@ -96,8 +106,10 @@ def read_legacy(directory: Path) -> dict[Coordinates, LegacyShard]:
         found[int(tp), int(pp or 0), int(ep or 0)] = shard
     # Which pairs of tp and ep there are depends on the layout; every stage has the same ones.
     pairs = {(tp, ep) for tp, _, ep in found}
-    pairs |= {(tp, 0) for tp in range(max(tp for tp, _ in pairs) + 1)} if len({ep for _, ep in pairs}) == 1 else set()
-    stages = range(max(pp for _, pp, _ in found) + 1)
+    arguments = next(iter(found.values())).arguments
+    num_tp = _degree(arguments, "tensor_model_parallel_size", max(tp for tp, _ in pairs) + 1)
+    pairs |= {(tp, 0) for tp in range(num_tp)} if len({ep for _, ep in pairs}) == 1 else set()
+    stages = range(_degree(arguments, "pipeline_model_parallel_size", max(pp for _, pp, _ in found) + 1))
     missing = [(tp, pp, ep) for pp, (tp, ep) in product(stages, sorted(pairs)) if (tp, pp, ep) not in found]
     if missing:
         names = ", ".join(f"tp{tp} pp{pp} ep{ep}" for tp, pp, ep in missing[:8])
@@ -117,7 +129,8 @@ def read_shard(path: Path) -> LegacyShard:
             where=str(path),
             fix="load and save it with Megatron-LM once",
         )
-    shard = LegacyShard(path, iteration=int(content.get("iteration", 0) or 0))
+    iteration = content.get("iteration")
+    shard = LegacyShard(path, iteration=iteration if isinstance(iteration, int) else 0)
     shard.arguments = dict(vars(content["args"])) if hasattr(content.get("args"), "__dict__") else {}
     for key, value in content.items():
         match = _CHUNK.fullmatch(str(key))
@@ -164,6 +177,12 @@ def lay_out_shard(
         **models,
     }
     return lay_out(content, sizes), list(parameters)
+
+
+def _degree(arguments: dict[str, Any], name: str, seen: int) -> int:
+    """Of the run, as far as its arguments say; the last ranks may be those whose shards are missing."""
+    value = arguments.get(name)
+    return max(seen, value) if isinstance(value, int) else seen
 
 
 def _plain(stored: Stored, name: str) -> Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 from megarl.errors import CheckpointError
 
 _Pickler: Any = pickle._Pickler
+_Unpickler: Any = pickle._Unpickler
 
 
 class Opaque:
@@ -68,13 +70,20 @@ def opaque_class(module: str, name: str) -> type[Opaque]:
     return type("Opaque", (Opaque,), {"name": f"{module}.{name}"})
 
 
+def _bytearray(*arguments: Any) -> bytearray:
+    """From bytes or text: given a number, it would take that much memory."""
+    if any(isinstance(argument, int) for argument in arguments):
+        raise pickle.UnpicklingError("a bytearray of a number")
+    return bytearray(*arguments)
+
+
 _HARMLESS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("argparse", "Namespace"): argparse.Namespace,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "complex"): complex,
-    ("builtins", "bytearray"): bytearray,
+    ("builtins", "bytearray"): _bytearray,
     ("builtins", "slice"): slice,
     ("torch", "Size"): tuple,
     # How bytes are spelled in protocol 2.
@@ -84,7 +93,26 @@ _HARMLESS: dict[tuple[str, str], Any] = {
 }
 
 
-class _Reader(pickle.Unpickler):
+_NO_PICKLE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What reading a damaged pickle raises."""
+
+
+class _Reader(_Unpickler):
+    """The reader in Python: the one in C takes memory for whatever number of entries a damaged file claims to have."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
+
     def __init__(
         self,
         data: bytes,
@@ -96,7 +124,8 @@ class _Reader(pickle.Unpickler):
         self._persistent = persistent
 
     def find_class(self, module: str, name: str) -> Any:
-        key = (module, name)
+        # Up to protocol 2, which torch writes, builtins have the name of their module in Python 2.
+        key = ("builtins" if module == "__builtin__" else module, name)
         if key not in self._known:
             self._known[key] = opaque_class(module, name)
         return self._known[key]
@@ -105,6 +134,13 @@ class _Reader(pickle.Unpickler):
         if self._persistent is None:
             raise pickle.UnpicklingError("a reference to something outside the pickle")
         return self._persistent(pid)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):
+            raise pickle.UnpicklingError("it sets attributes of a class")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def loads(
@@ -127,8 +163,9 @@ def loads(
     """
     try:
         return _Reader(data, known or {}, persistent).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise CheckpointError(f"broken pickle: {error}", where=where or None, fix="copy the file again") from error
+    except _NO_PICKLE as error:
+        what = str(error) or "it ends too early"
+        raise CheckpointError(f"broken pickle: {what}", where=where or None, fix="copy the file again") from error
 
 
 def is_plain(value: Any) -> bool:

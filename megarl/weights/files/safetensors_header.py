@@ -44,6 +44,8 @@ COMPANION_FILES = (
 
 _LENGTH_BYTES = 8
 _LARGEST_HEADER = 100_000_000
+_GIT_LFS = b"version "
+"""How a pointer begins, which a clone without git-lfs has in place of the file; no header is that long."""
 _SHOWN = 20
 
 
@@ -60,6 +62,10 @@ def file_arrays(path: Path) -> dict[str, Array]:
             prefix = file.read(_LENGTH_BYTES)
             if len(prefix) < _LENGTH_BYTES:
                 raise _broken(path, f"it has {size} bytes, too few for a header")
+            if prefix == _GIT_LFS:
+                raise ModelError(
+                    "the file is a pointer of git-lfs, not the weights", where=str(path), fix="git lfs pull"
+                )
             (length,) = struct.unpack("<Q", prefix)
             if length > min(_LARGEST_HEADER, size - _LENGTH_BYTES):
                 raise _broken(path, f"its header claims {length} bytes of a file of {size}")
@@ -170,10 +176,16 @@ def _shards(directory: Path, index: Path) -> dict[str, Array]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(weight_map.values()))
+        if not shards or not all(isinstance(shard, str) for shard in shards):
+            raise ValueError("no tensor has a file")
     except OSError as error:
         raise ModelError(f"cannot read the weights' index: {error.strerror}", where=str(index)) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"broken index of weights ({error!r})", where=str(index)) from error
+        raise ModelError(
+            f"the weights' index is broken, expected {{'weight_map': {{tensor: file}}}}: {error}",
+            where=str(index),
+            fix="fetch it again",
+        ) from error
     missing = [shard for shard in shards if not (directory / shard).exists()]
     if missing:
         raise ModelError(f"missing weight files: {', '.join(missing)}", where=str(index), fix="fetch them again")

@@ -88,6 +88,8 @@ def read_archive(path: Path, offset: int = 0, length: int | None = None) -> Any:
             data = file.read(size)
     except OSError as error:
         raise CheckpointError(f"cannot read: {error.strerror}", where=str(path)) from error
+    except (struct.error, ValueError, OverflowError, MemoryError, StopIteration) as error:
+        raise _broken(path, "its directory is damaged") from error  # numbers that are none, or beyond the file
     return _unpickle(data, path, {key.split("/", 1)[1]: place for key, place in records.items()})
 
 
@@ -107,7 +109,7 @@ def _unpickle(data: bytes, path: Path, records: dict[str, tuple[int, int]]) -> A
             return Opaque(f"tensor of {dtype}")
         step = ITEM_BYTES[dtype]
         array = Array(path, begin + start * step, dtype, tuple(shape))
-        if prod(shape) and start * step + array.num_bytes > size:
+        if min(start, *array.shape, *strides) < 0 or (prod(shape) and start * step + array.num_bytes > size):
             raise _broken(path, f"a tensor of shape {list(shape)} exceeds its storage of {size} bytes")
         return Stored(array, tuple(strides))
 

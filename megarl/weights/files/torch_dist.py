@@ -84,7 +84,8 @@ class DistCheckpoint:
         if path.exists():
             value = read_archive(path)
         elif COMMON_KEY in self.objects:
-            value = read_archive(*self.objects[COMMON_KEY])[0]
+            held = read_archive(*self.objects[COMMON_KEY])
+            value = held[0] if isinstance(held, list) and held else {}
         else:
             return {}
         return value if isinstance(value, dict) else {}
@@ -122,6 +123,17 @@ def read_torch_dist(directory: Path) -> DistCheckpoint:
     if backend != "torch_dist":
         raise CheckpointError(f"the checkpoint's backend is {backend!r}, not torch_dist", where=str(directory))
     metadata = loads(data, where=str(directory / METADATA_FILE))
+    try:
+        return _described(metadata, directory)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # A pickle can be whole and hold anything: what it lacks shows where it is asked for.
+        raise CheckpointError(
+            f"the metadata are none of torch.distributed.checkpoint: {error}", where=str(directory), fix="copy it again"
+        ) from error
+
+
+def _described(metadata: Any, directory: Path) -> DistCheckpoint:
+    """The checkpoint of which a directory has the unpickled metadata."""
     entries, storage = _fields(metadata, directory, "state_dict_metadata", "storage_data")
     places: dict[tuple[str, tuple[int, ...] | None], tuple[Path, int, int]] = {}
     sizes: dict[Path, int] = {}
@@ -173,6 +185,8 @@ def _tensor(key: str, entry: Opaque, places: Mapping[Any, tuple[Path, int, int]]
         if place is None:
             raise CheckpointError(f"the chunk of {key} at {offsets} is in no file", where=str(directory))
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        if not all(0 <= start <= stop <= size for (start, stop), size in zip(box, entry.field("size"), strict=True)):
+            raise CheckpointError(f"the chunk of {key} at {offsets} lies outside of it", where=str(directory))
         chunks.append(Chunk(box, *place))
     return DistTensor(key, dtype, tuple(entry.field("size")), tuple(chunks))
 

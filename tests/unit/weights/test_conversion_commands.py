@@ -98,6 +98,22 @@ def test_through_another_layout_another_format_and_another_dtype(tmp_path, model
     assert "tensors are equal, 0 differences" in tool("diff.py", tmp_path / "hf", tmp_path / "legacy")
 
 
+@pytest.mark.slow
+def test_options_without_effect_links_and_impossible_names_are_refused(tmp_path, model, dist):
+    text = tool("hf_to_megatron.py", model, tmp_path / "x", "--grouped-experts", expected=8)
+    assert text.startswith("--grouped-experts is for expert models in the legacy format")
+    engine = (tmp_path / "x", "--format", "sharded_state", "--tp", 2, "--pp", 3, "--naming", "te")
+    assert "--pp, --naming: an engine's shards" in tool("reshard.py", model, *engine, expected=8)
+    assert "none is named" in tool("inspect.py", model, "--tp", 2, expected=8)
+    assert "expected 1 to" in tool("verify.py", dist, "--against", model, "--logits", "--tokens", 0, expected=8)
+    (tmp_path / "link").symlink_to(dist)
+    text = tool("hf_to_megatron.py", model, tmp_path / "link", "--overwrite", expected=8)
+    assert text.startswith("the target is a link")
+    text = tool("hf_to_megatron.py", model, tmp_path / ("n" * 300), expected=8)
+    assert text.startswith("File name too long [")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"] and dist.exists()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_engines_ranks_get_their_own_parameters(tmp_path, tied):
     from safetensors.torch import load_file
@@ -131,7 +147,7 @@ def test_where_a_tensor_lives(model, dist):
     chunk = next(chunk for chunk in tensor.chunks if chunk.box[:2] == ((2, 3), (64, 128)))
     begin = chunk_array(chunk, tensor).begin + 48 * 64 * 4
     assert f"[16:32, 0:64]  {chunk.path.name} at byte {begin}, in" in text
-    text = tool("inspect.py", model, "--tensor", name, "--tp", 2, "--pp", 3)
+    text = tool("inspect.py", dist, "--tensor", name, "--tp", 2, "--pp", 3)
     assert "stage 2 tp 1 rank 5: decoder.layers.0.self_attention.linear_qkv.weight[48:64, 0:64]" in text
     assert "no tensor is called nothing" in tool("inspect.py", model, "--tensor", "nothing", expected=8)
     assert "model.embed_tokens.weight  F32 [261, 64]  model.safetensors at" in tool("inspect.py", model)

@@ -1,7 +1,8 @@
-"""Conversions that are killed, that run out of room, and of checkpoints that are damaged or of another model."""
+"""Conversions that are killed, that run out of room, and that meet each other."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import resource
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.errors import CheckpointError, MegarlError, ModelError, PlanError
+from megarl.errors import CheckpointError, PlanError
 from megarl.models.registry import load_spec
 from megarl.models.tiny import tiny_config, write_tiny
 from megarl.parallel.grid import ParallelLayout
@@ -28,7 +29,8 @@ from megarl.weights.conversion.journal import Journal
 from megarl.weights.conversion.session import Settings, convert
 from megarl.weights.conversion.source import Source
 from megarl.weights.conversion.sources import open_source
-from megarl.weights.conversion.targets import hf_target, legacy_target
+from megarl.weights.conversion.target import Target
+from megarl.weights.conversion.targets import hf_target
 from megarl.weights.files.safetensors_header import directory_arrays
 from megarl.weights.files.safetensors_writer import write_hf
 from megarl.weights.layout import canonical_shapes
@@ -216,6 +218,47 @@ def test_an_existing_target_stays_until_its_successor_is_complete(tmp_path, mode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist"]
 
 
+@pytest.mark.parametrize("is_overwriting", [True, False])
+def test_killed_before_the_first_file_the_old_target_is_not_taken_for_the_new_one(
+    tmp_path, model, monkeypatch, is_overwriting
+):
+    source, target = open_source(model), tmp_path / "dist"
+    to_hf(source, target)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_prepare", lambda *_: (_ for _ in ()).throw(KilledError()))
+        with pytest.raises(KilledError):
+            to_dist(source, target, Settings(overwrite=True, durable=False))
+    again = Settings(overwrite=is_overwriting, resume=True, durable=False)
+    if is_overwriting:
+        to_dist(source, target, again)
+        assert open_source(target).format == "torch_dist"
+    else:
+        with pytest.raises(CheckpointError, match="the target exists"):
+            to_dist(source, target, again)
+        assert open_source(target).format == "hf"
+
+
+def test_a_target_that_another_process_completed_meanwhile_stays(tmp_path, model):
+    source, target = open_source(model), tmp_path / "hf"
+
+    def completed_meanwhile(place: Path) -> Target:
+        shutil.copytree(model, target)
+        return hf_target(place, source.spec, source.dtypes, value_head=False)
+
+    with pytest.raises(CheckpointError, match="the target exists"):
+        convert(source, target, completed_meanwhile, {}, Settings(durable=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_journal_removed_while_its_lock_was_taken_is_made_anew(tmp_path, monkeypatch):
+    path, lock = tmp_path / "journal", fcntl.flock
+    removals = [path.unlink, lambda: None]
+    monkeypatch.setattr(fcntl, "flock", lambda *given: (removals.pop(0)(), lock(*given)))
+    journal = Journal(path, {"plan": "1"}, resume=False)
+    assert json.loads(path.read_text()) == {"plan": "1"} and removals == []
+    journal.close()
+
+
 @pytest.mark.parametrize("place", ["source", "above", "photos", "file"])
 def test_nothing_but_a_checkpoint_is_overwritten_and_never_the_source(tmp_path, model, place):
     source = tmp_path / "models/hf"
@@ -267,109 +310,10 @@ def _make_files(target: Any) -> None:
             file.truncate(size)
 
 
-@pytest.fixture
-def copy(tmp_path, model) -> Path:
-    shutil.copytree(model, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-def test_a_source_truncated_under_way_is_an_error_not_a_signal(tmp_path, copy):
-    source = open_source(copy)
-    shard = sorted(copy.glob("*.safetensors"))[-1]
-    shard.write_bytes(shard.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="the file ends at byte"):
-        to_dist(source, tmp_path / "dist", Settings(durable=False))
-    with pytest.raises(ModelError, match="truncated"):
-        open_source(copy)
-
-
-def test_missing_shards_and_foreign_tensors_are_named(copy):
-    index = json.loads((copy / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.layers.7.extra"] = sorted(set(index["weight_map"].values()))[0]
-    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"the index names tensors their files have not: model.layers.7.extra"):
-        open_source(copy)
-    sorted(copy.glob("*.safetensors"))[0].unlink()
-    with pytest.raises(ModelError, match="missing weight files"):
-        open_source(copy)
-
-
-def test_a_model_of_another_size_is_refused_with_every_difference(tmp_path, copy, model):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 100, "num_hidden_layers": 4}))
-    with pytest.raises(ModelError) as caught:
-        open_source(copy)
-    assert "expected [100, 64]" in str(caught.value) and "model.layers.3.mlp.up_proj.weight is absent" in str(
-        caught.value
-    )
-    to_dist(open_source(model), tmp_path / "dist", Settings(durable=False))
-    with pytest.raises(CheckpointError, match=r"linear_fc1.weight has shape \[3, 192, 64\], expected \[4, 200, 64\]"):
-        open_source(tmp_path / "dist", config=copy)
-
-
-def test_packed_dtypes_and_other_quantisations_are_refused(copy):
-    config = json.loads((copy / "config.json").read_text())
-    quantised = {**config, "quantization_config": {"quant_method": "awq", "bits": 4}}
-    (copy / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(ModelError, match="quantised by 'awq'"):
-        open_source(copy)
-
-
-def test_block_scaled_fp8_becomes_bfloat16(tmp_path):
-    directory = make_model(tmp_path, hidden_size=192, intermediate_size=320, shard_bytes=10**9, head_dim=48)
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(directory / "model.safetensors")
-    expected, stored = {}, {}
-    for name, tensor in tensors.items():
-        if not name.endswith("proj.weight"):
-            expected[name] = stored[name] = tensor
-            continue
-        rows, columns = (-(-size // 128) for size in tensor.shape)
-        scales = torch.rand(rows, columns) + 0.5
-        quantised = tensor.to(torch.float8_e4m3fn)
-        stored[name], stored[f"{name}_scale_inv"] = quantised, scales
-        wide = scales.repeat_interleave(128, 0)[: tensor.shape[0]].repeat_interleave(128, 1)[:, : tensor.shape[1]]
-        expected[name] = (quantised.float() * wide).bfloat16()
-    save_file(stored, directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    options = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": options}))
-    source = open_source(directory)
-    to_dist(source, tmp_path / "dist", Settings(durable=False))
-    to_hf(open_source(tmp_path / "dist"), tmp_path / "plain")
-    written = {}
-    for shard in (tmp_path / "plain").glob("*.safetensors"):
-        written.update(load_file(shard))
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], expected[name]) for name in expected)
-    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
-
-
 def test_too_little_memory_for_the_workers_is_said_before_anything_is_made(tmp_path, model):
     with pytest.raises(CheckpointError, match="too few for 4 workers"):
         to_dist(open_source(model), tmp_path / "dist", Settings(workers=4, max_memory=1000))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_legacy_shard_is_named(tmp_path, model):
-    source = open_source(model)
-    convert(
-        source,
-        tmp_path / "legacy",
-        lambda place: legacy_target(
-            place, source.spec, ParallelLayout(tp=2, pp=3), source.dtypes, value_head=False, naming="te"
-        ),
-        {},
-        Settings(durable=False),
-    )
-    assert open_source(tmp_path / "legacy").layout.pp == 3
-    shutil.rmtree(tmp_path / "legacy/release/mp_rank_01_002")
-    with pytest.raises(MegarlError, match="lacks shards: tp1 pp2 ep0"):
-        open_source(tmp_path / "legacy")
-    (tmp_path / "legacy/latest_checkpointed_iteration.txt").write_text("500")
-    with pytest.raises(CheckpointError, match="names '500', but iter_0000500 is not there"):
-        open_source(tmp_path / "legacy")
 
 
 def test_stores_that_do_not_cover_each_other_are_no_plan(tmp_path, model):

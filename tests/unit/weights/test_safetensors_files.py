@@ -128,7 +128,7 @@ def test_an_index_that_names_a_tensor_its_file_has_not_is_refused(directory):
 
 def test_a_broken_index_is_refused(directory):
     (directory / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-    with pytest.raises(ModelError, match="broken index"):
+    with pytest.raises(ModelError, match="index is broken"):
         SafetensorsReader(directory)
 
 

@@ -109,6 +109,23 @@ def test_a_pickle_that_is_none_is_refused():
     assert loads(dumps(value)) == value == pickle.loads(dumps(value))
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"cbuiltins\nbytearray\n(I9999999999999\ntR.",
+        b"\x80\x04\x96\xff\xff\xff\xff\xff\xff\xff\x7f.",
+        b"cargparse\nNamespace\n(N}X\x04\x00\x00\x00_get}stb.",
+    ],
+    ids=["bytearray", "length", "class"],
+)
+def test_a_pickle_takes_no_memory_of_its_own_choice_and_changes_no_class(data):
+    with pytest.raises(CheckpointError, match="broken pickle"):
+        loads(data)
+    # Entry 2^31 - 1 of its memory: the reader in C makes room for all of those before.
+    assert loads(b"\x80\x02]r\xff\xff\xff\x7f.") == []
+    assert loads(pickle.dumps(bytearray(b"ab"), 2)) == b"ab" and loads(pickle.dumps(bytearray(), 2)) == b""
+
+
 def test_torch_loads_an_archive_that_was_laid_out(tmp_path):
     path = tmp_path / "ours.pt"
     archive = lay_out({"n": 3, "t": tensor_value(0, "BF16", (2, 3)), "u": tensor_value(1, "F32", (4,))}, [12, 16])
