@@ -21,6 +21,7 @@ from megarl.planning.finding import Finding, Level
 from megarl.planning.gpus import GIB, GPUS, Gpu
 from megarl.planning.memory import WEIGHT_BYTES, Layers, RankMemory, engine_bytes, worst_stage
 from megarl.planning.model_fit import longest_sequence, trained
+from megarl.planning.placement import update_rows
 
 # Assumed, not measured by this project: CUDA context with NCCL's buffers, and resident memory of one process.
 CONTEXT_BYTES = 1 * GIB
@@ -84,12 +85,11 @@ def forecast(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: Mode
     """
     layers: Layers = "local" if gpu is None else "transformer_engine"
     ranks = {
-        role: _rank(part, critic_spec if role == "critic" else spec, layers, is_critic=role == "critic")
-        for role, part in trained(config)
+        role: _rank(config, role, critic_spec if role == "critic" else spec, layers) for role, _ in trained(config)
     }
     # With adapters the reference policy is the actor without them.
     if isinstance(config, TrainConfig) and config.algorithm.kl.where != "none" and config.actor.lora is None:
-        ranks["reference"] = _rank(config.actor, spec, layers, is_critic=False, is_trained=False)
+        ranks["reference"] = _rank(config, "reference", spec, layers)
     result = Forecast(gpu.memory_bytes if gpu is not None else None)
     result.ranks = {
         role: {
@@ -119,15 +119,29 @@ def leaving_roles(config: TrainConfig) -> list[str]:
     return [role for role, part in trained(config) if part.engine.offload]
 
 
-def _rank(
-    part: ActorConfig | CriticConfig, spec: ModelSpec, layers: Layers, *, is_critic: bool, is_trained: bool = True
-) -> RankMemory:
+def _rank(config: TrainConfig | SftConfig, role: str, spec: ModelSpec, layers: Layers) -> RankMemory:
+    part = dict(trained(config))[_owner(role)]
     layout = part.layout.grid()
+    training, inference = _microbatch_tokens(config, role, part)
     return worst_stage(
         spec, layout, part.engine,
-        num_microbatches=2 * layout.pp, layers=layers, value_head=is_critic, trained=is_trained,
+        num_microbatches=2 * layout.pp, layers=layers, value_head=role == "critic", trained=role != "reference",
         distributed=part.optimizer.distributed, moments=part.optimizer.num_moments, lora=part.lora,
+        training_tokens=training, inference_tokens=inference,
     )  # fmt: skip
+
+
+def _microbatch_tokens(config: TrainConfig | SftConfig, role: str, part: ActorConfig | CriticConfig) -> tuple[int, int]:
+    """Most tokens of a microbatch, in training and without: the cap, or a rank's rows where all of them are less."""
+    engine, dp = part.engine, part.layout.dp
+    _, longest = longest_sequence(config)
+    _, updated = update_rows(config, _owner(role))
+    passed = updated
+    if isinstance(config, TrainConfig):
+        passed = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    cap = engine.microbatch_tokens
+    inference_cap = cap if engine.inference_microbatch_tokens is None else engine.inference_microbatch_tokens
+    return min(cap, -(-updated // dp) * longest), min(inference_cap, -(-passed // dp) * longest)
 
 
 def _states(ranks: dict[str, RankMemory]) -> dict[str, int]:

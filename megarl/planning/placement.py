@@ -86,7 +86,7 @@ def _idle(config: TrainConfig | SftConfig) -> Iterator[Finding]:
 def check_batch(config: TrainConfig | SftConfig) -> Iterator[Finding]:
     """How a batch divides into minibatches, replicas and pipeline microbatches; the rules see to the rest."""
     for role, part in trained(config):
-        key, rows = _update_rows(config, role)
+        key, rows = update_rows(config, role)
         layout = part.layout
         if rows % layout.dp:
             problem = f"{rows} rows of an update do not divide among {layout.dp} data-parallel ranks: some get one more"
@@ -110,7 +110,7 @@ def check_batch(config: TrainConfig | SftConfig) -> Iterator[Finding]:
             yield Finding("batch", "rollout.replicas", problem, fix, level="warning")
 
 
-def _update_rows(config: TrainConfig | SftConfig, role: str) -> tuple[str, int]:
+def update_rows(config: TrainConfig | SftConfig, role: str) -> tuple[str, int]:
     """The key that says how many rows an optimizer update has, and the number."""
     if isinstance(config, SftConfig):
         return "data.sequences_per_step", config.data.sequences_per_step

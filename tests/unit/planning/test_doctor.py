@@ -238,7 +238,7 @@ BROKEN = {
     # memory
     "too much for the device": Broken(
         "actor.engine.microbatch_tokens", "phase update_actor needs", "lower actor.engine.microbatch_tokens",
-        ("actor.engine.microbatch_tokens=50000000",),
+        ("actor.engine.microbatch_tokens=50000000", "data.prompts_per_step=64000"),
     ),
     "both on the device at once": Broken(
         "rollout.gpu_memory_utilization", "phase rollout needs", "offload", ("rollout.gpu_memory_utilization=1.0",)

@@ -114,6 +114,22 @@ def test_fp8_halves_what_goes_into_products_and_adds_copies_of_weights():
     assert before["training"] - found["training"] == pytest.approx(saved - 2 * matrices, abs=4)
 
 
+def test_a_microbatch_holds_no_more_than_the_rows_of_a_rank():
+    spec, sections = known_spec("Qwen2.5-7B"), ["data.prompts_per_step=4", "rollout.samples_per_prompt=2"]
+    sections += ["data.max_prompt_tokens=100", "rollout.sampling.max_tokens=100", "algorithm.minibatch_size=null"]
+    sections += ["rollout.replicas=1", "actor.layout.dp=2", "rollout.tp=1", "cluster.gpus_per_node=8"]
+
+    def training(*overrides: str) -> int:
+        config = load_train("grpo_7b", [*sections, *overrides]).config
+        return forecast(config, spec, spec, H100).ranks["actor"]["training"]
+
+    assert training("actor.engine.microbatch_tokens=800") == training("actor.engine.microbatch_tokens=100000")
+    assert training("actor.engine.microbatch_tokens=400") < training("actor.engine.microbatch_tokens=800")
+    assert training("actor.engine.microbatch_tokens=100000", "algorithm.minibatch_size=4") == training(
+        "actor.engine.microbatch_tokens=400"
+    )
+
+
 def test_split_roles_do_not_meet():
     keys = ["cluster.placement=split", "cluster.num_nodes=2", "actor.engine.offload=false"]
     config, spec = load_train("grpo_7b", keys).config, known_spec("Qwen2.5-7B")
