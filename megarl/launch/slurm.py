@@ -26,7 +26,7 @@ ATTEMPTS, AGAIN_S = 4, 5.0
 ANSWER_S = 20.0
 """How long a node has to start a task that does nothing."""
 
-TELL_S = 5.0
+TELL_S = 3.0
 """How long the controller has to say how the nodes are, while Slurm already ends the job."""
 
 

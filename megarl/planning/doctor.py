@@ -171,6 +171,9 @@ def _read_specs(
             if not Path(path).exists() and (spec := _known(path)) is not None:
                 specs.append(spec)
                 known.append(key)
+            elif specs:  # of the critic: the policy's stands for it in the rest
+                specs.append(specs[0])
+                diagnosis.unchecked.append(f"{key}: its weights; its numbers are taken to be the policy's")
     if len(specs) < len(paths):
         diagnosis.unchecked.append(
             "model, checkpoint, tokenizer, memory and disk: no model's config.json could be read"

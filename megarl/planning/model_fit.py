@@ -175,9 +175,10 @@ def _engine(tp: int, spec: ModelSpec) -> Iterator[Finding]:
 def _positions(config: TrainConfig | SftConfig, spec: ModelSpec) -> Iterator[Finding]:
     key, longest = longest_sequence(config)
     if longest > spec.max_position:
-        fix = (
-            f"shorten prompts and responses to {spec.max_position} tokens together, or use a model with more positions"
-        )
+        shorter = f"shorten prompts and responses to {spec.max_position} tokens together"
+        if isinstance(config, SftConfig):
+            shorter = f"set {key} to {spec.max_position} at most"
+        fix = f"{shorter}, or use a model with more positions"
         yield _model(key, f"at most {spec.max_position}, the model's positions", longest, fix)
 
 

@@ -223,6 +223,21 @@ BROKEN = {
     "no data": Broken("data.train.0.path", "there is no file", ".jsonl or .parquet", (), without("train.jsonl")),
     "another kind of file": Broken("data.train.0.path", "is no .jsonl", "convert", ("data.train.0.path=CONFIG",)),
     "a broken file": Broken("data.train.0.path", "cannot be read", "one JSON object", (), text("train.jsonl", "{")),
+    "a broken line": Broken(
+        "data.train.0.path", "line 3: Expecting", "one JSON object a line", (),
+        text("train.jsonl", '{"prompt": "1", "answer": "1"}\n\n{"prompt":\n'),
+    ),
+    "a list among objects": Broken(
+        "data.train.0.path", "line 2 is no JSON object", "one JSON object a line", (),
+        text("train.jsonl", '{"prompt": "1", "answer": "1"}\n[1]\n'),
+    ),
+    "no parquet": Broken(
+        "data.train.0.path", "cannot be read", "write the file again", ("data.train.0.path=REWARD.parquet",),
+        text("reward.py.parquet", "no"),
+    ),
+    "no critic where one is named": Broken(
+        "critic.path", "there is no directory", "hf download", critic("critic.path=CRITIC")
+    ),
     "no such column": Broken(
         "data.train.0.prompt_column", "there are answer, question", "to one of them", (),
         text("train.jsonl", '{"question": "1", "answer": "1"}\n'),
@@ -369,6 +384,13 @@ def test_a_model_that_is_not_here_is_judged_by_its_name_where_it_is_known(sound:
     assert diagnosis.unchecked[0].startswith("model.path: weights and tokenizer; its numbers are those")
     memory = examine(sound, "model.path=models/Llama-3.3-70B-Instruct").findings
     assert "memory" in [finding.area for finding in memory]
+
+
+def test_without_the_critic_the_policy_is_judged_nevertheless(sound: Path):
+    diagnosis = examine(sound, *critic("critic.path=nowhere"), "actor.layout.tp=3")
+    keys = [finding.key.partition("=")[0] for finding in errors(diagnosis.findings)]
+    assert "critic.path" in keys and "actor.layout.tp" in keys
+    assert any("critic.path: its weights" in text for text in diagnosis.unchecked)
 
 
 def test_a_job_knows_the_memory_of_its_node():
