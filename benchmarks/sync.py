@@ -312,7 +312,7 @@ def session(processes: list[Process], way: str, bucket_bytes: int) -> SyncSessio
     options = SyncOptions(
         bucket_bytes, 300.0, "no checksums" not in way, 1 if "all rows" in way else EVERY, transport=transport
     )
-    return SyncSession(ends[:TP], ends[TP:], invoke, hosts=[HOST] * TP, ranks_per_receiver=1, options=options)
+    return SyncSession(ends[:TP], ends[TP:], invoke, host=HOST, ranks_per_receiver=1, options=options)
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import ray
+
 from megarl.config.schema.roles import RolloutConfig, SyncConfig
 from megarl.controller.dispatch import Member, Watch, WorkerGroup
 from megarl.controller.value_check import ValueCheck
@@ -103,7 +105,7 @@ class WeightPublisher:
             actor.members,
             list(engines),
             self._invoke,
-            hosts=actor.host(),
+            host=ray.util.get_node_ip_address(),
             ranks_per_receiver=rollout.tp,
             options=SyncOptions(
                 bucket_bytes=config.bucket_mib * MIB,

@@ -32,7 +32,7 @@ from megarl.platform.device import Introduction
 from megarl.train.engine import Moved, PolicyUpdate, ValueUpdate
 from megarl.weights.row_sums import Share
 from megarl.weights.schedule import Program
-from megarl.weights.sender import Door, Membership, Offer, SenderReport, WeightSender
+from megarl.weights.sender import Membership, Offer, SenderReport, WeightSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +122,6 @@ class TrainWorker:
         host = ray.util.get_node_ip_address()
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return host, self._store.port
-
-    @dispatch()
-    def host(self) -> str:
-        """Address of this machine inside the cluster."""
-        address: str = ray.util.get_node_ip_address()
-        return address
 
     @dispatch()
     def start(self, address: tuple[str, int]) -> None:
@@ -249,9 +243,9 @@ class TrainWorker:
         return self._sender.offer()
 
     @dispatch()
-    def open(self, host: str, program: Program, hosts_board: bool, on_device: bool) -> Door:
-        """Where engines meet this rank."""
-        return self._sender.open(host, program, hosts_board, on_device)
+    def open(self, program: Program, on_device: bool) -> bytes | None:
+        """Where engines of this machine meet this rank."""
+        return self._sender.open(program, on_device)
 
     @dispatch()
     def connect(self, membership: Membership) -> None:

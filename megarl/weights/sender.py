@@ -46,19 +46,6 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """Where others meet a sender.
-
-    Args:
-        board: the session's board, if this rank hosts it.
-        socket: name of its socket for readers of its machine, if there are some.
-    """
-
-    board: Address | None
-    socket: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
 class Membership:
     """How an end takes part in a session.
 
@@ -100,8 +87,8 @@ class _Session:
 
     program: Program
     buffers: tuple[Tensor, Tensor]
+    outlet: Outlet | None
     board: Board | None = None
-    outlet: Outlet | None = None
     network: Network | None = None
     network_ranks: Mapping[int, int] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
@@ -147,14 +134,15 @@ class WeightSender:
             regions = tuple(region for region in self._regions() if region.numel)
         return Offer(regions, machine(), "" if self._sharing is None else self._sharing.device_id)
 
-    def open(self, host: str, program: Program, hosts_board: bool, on_device: bool = False) -> Door:
-        """Make the buffers of a new session and the places where others meet this rank; an old session is dropped.
+    def open(self, program: Program, on_device: bool = False) -> bytes | None:
+        """Make the buffers of a new session; an old session is dropped.
 
         Args:
-            host: address of this machine.
             program: what this rank sends.
-            hosts_board: whether the others meet on a board of this rank's.
             on_device: readers of this machine use this rank's device, so that they can read its memory.
+
+        Returns:
+            the name of this rank's socket for readers of its machine; None where there are none.
 
         Raises:
             SyncError: there is no memory for the buffers, or no place to listen.
@@ -168,9 +156,8 @@ class WeightSender:
             else:
                 both = torch.empty(2, program.slot_bytes, dtype=torch.uint8, device=self._device)
                 buffers = (both[0], both[1])
-            self._session = _Session(program, buffers, Board.host(host) if hosts_board else None, outlet)
-        board = self._session.board
-        return Door(None if board is None else board.address, None if outlet is None else outlet.name)
+            self._session = _Session(program, buffers, outlet)
+        return None if outlet is None else outlet.name
 
     def connect(self, membership: Membership) -> None:
         """Meet all ends this rank sends to, and compare what both were given. Raises SyncError."""
@@ -179,8 +166,7 @@ class WeightSender:
         deadline = time.monotonic() + timeout_s
         session.names = membership.names
         with self._phase("connect"):
-            if session.board is None:
-                session.board = Board.join(membership.board, timeout_s)
+            session.board = Board.join(membership.board, timeout_s)
             session.board.name = self.name
             if session.outlet is not None:
                 readers = session.program.peers(HOST, sends=True)

@@ -4,7 +4,7 @@
 that knows how to reach them. ``sender.py`` is the trainer's end, ``intake.py`` and ``rollout/vllm/weights.py`` the
 engine's.
 
-    sender:   offer() -> regions    open() -> door    connect(membership)     send(version, ...) -> report
+    sender:   offer() -> regions    open() -> socket  connect(membership)     send(version, ...) -> report
     receiver: layout(shapes) -> regions               connect(connection)     receive(version, ...) -> report
               commit(version)    poison(reason)
 
@@ -15,6 +15,8 @@ Invariants:
    refuse to sample, connections are made anew, and the next update is again a full one. That heals.
 3. An update ends within ``timeout_s`` and the time a failure needs to be reported, with rank, phase and, where there is
    one, the tensor named.
+4. The ends meet on a board of the driver's, which waits for all of them: no end's death or standstill keeps the others
+   from learning of it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from megarl.weights.plan import plan
 from megarl.weights.region import Region
 from megarl.weights.row_sums import ALL, Share
 from megarl.weights.schedule import HOST, WIRE, LinkKind, Program, Schedule, schedule
-from megarl.weights.sender import Door, Membership, Offer, SenderReport
+from megarl.weights.sender import Membership, Offer, SenderReport
+from megarl.weights.transport.board import Address, Board
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +165,7 @@ class SyncSession:
         senders: trainer ranks, by what ``invoke`` can call.
         receivers: engines, likewise.
         invoke: makes calls on them.
-        hosts: address of each sender's machine at which engines reach it.
+        host: address of this machine at which both ends reach it.
         ranks_per_receiver: tensor-parallel ranks of an engine.
         options: how.
         role: of the senders, for messages.
@@ -174,13 +177,14 @@ class SyncSession:
         receivers: Sequence[Any],
         invoke: Invoke,
         *,
-        hosts: Sequence[str],
+        host: str,
         ranks_per_receiver: int,
         options: SyncOptions,
         role: str = "actor",
     ) -> None:
         self._senders, self._receivers, self._invoke = list(senders), list(receivers), invoke
-        self._hosts = list(hosts)
+        self._host = host
+        self._board: Board | None = None  # of the session in force
         self._ranks_per_receiver = ranks_per_receiver
         self.options = options
         self._role = role
@@ -295,35 +299,32 @@ class SyncSession:
     def _connect(self, chosen: Schedule) -> None:
         options, count = self.options, self._ranks_per_receiver
         ranks = sorted(chosen.senders)
-        opened: list[Door] = self._invoke(
-            [
-                Call(
-                    self._senders[rank],
-                    "open",
-                    (self._hosts[rank], chosen.senders[rank], rank == ranks[0], rank in self._on_device),
-                )
-                for rank in ranks
-            ],
+        opened: list[bytes | None] = self._invoke(
+            [Call(self._senders[rank], "open", (chosen.senders[rank], rank in self._on_device)) for rank in ranks],
             options.timeout_s,
         )
         doors = dict(zip(ranks, opened, strict=True))
-        memberships = self._memberships(chosen, doors, min(options.timeout_s, _CONNECT_TIMEOUT_S))
+        self._board = self._new_board()
+        memberships = self._memberships(chosen, self._board.address, min(options.timeout_s, _CONNECT_TIMEOUT_S))
         calls = [Call(self._senders[rank], "connect", (memberships[rank, True],)) for rank in ranks]
         for index, receiver in enumerate(self._receivers):
             connections = []
             for rank in range(index * count, (index + 1) * count):
                 program = chosen.receivers.get(rank, Program(chosen.plan.digest, ()))
                 sources = program.peers(HOST, sends=False)
-                sockets = {source: name for source in sources if (name := doors[source].socket) is not None}
+                sockets = {source: name for source in sources if (name := doors[source]) is not None}
                 connections.append(RankConnection(program, rank, memberships[rank, False], sockets))
             calls.append(Call(receiver, "connect", (connections,)))
         self._invoke(calls, options.timeout_s)
 
-    def _memberships(
-        self, chosen: Schedule, doors: Mapping[int, Door], timeout_s: float
-    ) -> dict[tuple[int, bool], Membership]:
+    def _new_board(self) -> Board:
+        try:
+            return Board.host(self._host)
+        except RuntimeError as error:  # torch's store errors derive from it
+            raise sync_failure("the driver", "connect", None, f"no place to meet at {self._host}: {error}") from error
+
+    def _memberships(self, chosen: Schedule, board: Address, timeout_s: float) -> dict[tuple[int, bool], Membership]:
         """Of every end, by (rank, whether it sends). The group of network links holds senders first."""
-        (board,) = [door.board for door in doors.values() if door.board is not None]
         senders = [rank for rank, program in sorted(chosen.senders.items()) if program.peers(WIRE, sends=True)]
         receivers = [rank for rank, program in sorted(chosen.receivers.items()) if program.peers(WIRE, sends=False)]
         sender_places = {rank: place for place, rank in enumerate(senders)}

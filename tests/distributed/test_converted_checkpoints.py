@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from tests.distributed.engines import make_engine, owned_weights, policy_update,
 from tests.distributed.models import build
 from tests.distributed.ranks import Rank, RankPool
 
+ROOT = Path(__file__).parents[2]
 FAST = Settings(workers=2, durable=False)
 LAYOUTS = {
     "one": ParallelLayout(),
@@ -149,8 +152,9 @@ def test_a_trained_state_moves_to_another_layout_with_its_optimizer(
             assert torch.equal(reader.read(name), tensor), name
     assert {entry["reason"] for entry in exported["dropped"]} >= {"padding", "optimizer state, not asked for"}
 
-    source = open_source(tmp_path / "saved", config=directory, optimizer=True)
-    to_dist(source, tmp_path / "moved", ParallelLayout(dp=2))
+    command = ["tools/convert/reshard.py", tmp_path / "saved", tmp_path / "moved", "--config", directory]
+    words = [sys.executable, *map(str, command), "--naming", "local", "--no-fsync", "--quiet"]
+    assert subprocess.run(words, cwd=ROOT).returncode == 0
     layout = ParallelLayout(dp=2)
     (moved, *_), (direct, *_) = (
         ranks(2).run(load_and_update, layout, tmp_path / name, spec, options) for name in ("moved", "saved")

@@ -115,7 +115,7 @@ def test_three_updates_through_device_memory_are_exact_and_copy_nothing_to_the_h
         return [found[i] if c.target is sender else pipe.recv() for i, c in enumerate(calls)]
 
     options = SyncOptions(bucket_bytes=1 << 20, timeout_s=60.0, transport="host")
-    updates = SyncSession([sender], ["engine"], invoke, hosts=["127.0.0.1"], ranks_per_receiver=1, options=options)
+    updates = SyncSession([sender], ["engine"], invoke, host="127.0.0.1", ranks_per_receiver=1, options=options)
     for version in range(3):
         for name, tensor in draw(version).items():
             parameters[f"local.{name}"].copy_(tensor)

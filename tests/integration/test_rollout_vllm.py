@@ -137,7 +137,7 @@ def session(
         senders,
         [engine],
         invoke,
-        hosts=[HOST] * len(senders),
+        host=HOST,
         ranks_per_receiver=tp,
         options=SyncOptions(bucket_bytes=300_000, timeout_s=TIMEOUT_S, transport=transport, in_flight=in_flight),
     )

@@ -6,23 +6,26 @@ Each ends in bounded time, names rank, phase and (where there is one) tensor, co
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from megarl.config.schema.roles import RolloutConfig
-from megarl.errors import RolloutError, SyncError
+from megarl.errors import MegarlError, RolloutError, SyncError
 from megarl.models.tiny import main as write_tiny
 from megarl.parallel.grid import ParallelLayout
 from megarl.platform import env
 from megarl.rollout.engine import Request, WeightSpan
 from megarl.rollout.sampling import Sampling
 from megarl.weights.sync import SyncOptions, SyncSession, Transport
-from tests.integration.faulty_ends import FaultyTrainer
+from tests.integration.faulty_ends import SLOW_S, FaultyTrainer
 from tests.integration.sync_ends import HOST, EngineOnLoop, Loop, TrainerProcess, invoke
 
 # vLLM's own, at import and at start; warnings of megarl stay errors.
@@ -35,7 +38,8 @@ pytestmark = [
 
 TP = 2
 PROMPT = [70, 54, 57, 9]
-TIMEOUT_S = 40.0
+# Of updates that are to succeed or to fail at once; those that wait for somebody slow have the second.
+TIMEOUT_S, SHORT_S = 40.0, 2.0
 # From what happened until the driver knows it.
 REPORT_S = 8.0
 
@@ -83,7 +87,7 @@ class Ends:
             self.trainers,
             [self.engine],
             partial(invoke, grace_s=0.5),
-            hosts=[HOST] * 2,
+            host=HOST,
             ranks_per_receiver=TP,
             options=options,
         )
@@ -189,6 +193,41 @@ def test_a_failure_in_any_phase_is_named_at_once_and_heals(ends, transport, end,
     heals(ends, session)
 
 
+def wake(process: psutil.Process) -> None:
+    """Lets a process that freezes within the update's time go on long after the time-out."""
+    deadline = time.monotonic() + SHORT_S + REPORT_S
+    while process.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(SHORT_S + SLOW_S)
+    process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("kind", ["slow", "stop"])
+@pytest.mark.parametrize(
+    ("end", "rank", "place", "words"),
+    [
+        ("trainer", 1, DOWN, r"in phase transfer at \S+: no answer from .*actor rank 1"),
+        ("trainer", 0, DOWN, r"in phase transfer at \S+: no answer from .*actor rank 0"),
+        ("engine", 1, UP, r"in phase transfer at \S+: no answer from .*rollout replica 0 rank 1"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["host", "network"])
+def test_an_end_that_is_late_is_named_at_the_time_out_and_heals(ends, transport, end, rank, place, words, kind):
+    """Slow, or frozen for longer than the update may take."""
+    session = ends.session(transport)
+    ends.draw()
+    session.publish(ends.version)
+    session.options = SyncOptions(100_000, SHORT_S, transport=transport)
+    ends.tell(end, rank, kind, place)
+    awake = threading.Thread(target=wake, args=(psutil.Process(ends.process(end, rank)),))
+    awake.start()
+    try:
+        assert failed(ends, session, words) < SHORT_S + SLOW_S + REPORT_S
+    finally:
+        awake.join()
+    heals(ends, session)
+
+
 def test_an_engine_whose_caches_are_in_use_does_not_commit_and_heals(ends, monkeypatch):
     session = ends.session("auto")
 
@@ -207,3 +246,28 @@ def test_a_commit_of_what_was_not_received_is_refused(ends):
     with pytest.raises(SyncError, match="phase commit: version 999 was not received"):
         ends.engine.call("commit", 999)
     ends.assert_serves(ends.version)
+
+
+@pytest.mark.parametrize("transport", ["host", "network"])
+def test_a_trainer_killed_under_way_ends_the_update_and_another_in_its_place_heals(ends, transport):
+    session = ends.session(transport)
+    ends.tell("trainer", 1, "die", DOWN)
+    assert failed(ends, session, r"actor rank 1|a trainer process died") < REPORT_S
+    ends.trainers[1] = ends.trainer(1)
+    heals(ends, ends.session(transport))
+
+
+def test_an_engine_rank_killed_under_way_is_named(ends):
+    """The last test: an engine does not survive it."""
+    session = ends.session("auto")
+    ends.draw()
+    session.publish(ends.version)
+    ends.draw()
+    victim = ends.process("engine", 1)
+    ends.tell("engine", 1, "die", UP)
+    started = time.monotonic()
+    with pytest.raises(MegarlError, match=rf"rollout replica 0 rank 1 (\(process {victim}\) died|is gone)"):
+        session.publish(ends.version)
+    assert time.monotonic() - started < REPORT_S
+    with pytest.raises(RolloutError, match="refuses to sample"):
+        ends.sample()

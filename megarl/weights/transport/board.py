@@ -2,7 +2,7 @@
 
 Invariants:
 1. The first failure stays; whoever waits for anything reads it within ``CHECK_S``.
-2. A board whose host is gone counts as a failure of the session.
+2. A board whose host, the driver, is gone counts as a failure of the session.
 3. At the time-out the end that is late is named, not one that waits for it as well.
 """
 
@@ -23,6 +23,7 @@ CHECK_S = 0.05
 _LONG_S = 0.1
 _LOOKS = 6
 _FAILED = "failed"
+_NO_BOARD = "the driver, where the ends meet, cannot be reached"
 _STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -117,7 +118,7 @@ class Board:
         try:
             self.store.set(f"waits/{self.name}", whom)
         except RuntimeError as error:
-            raise TransportError("the rank that hosts the session is gone") from error
+            raise TransportError(_NO_BOARD) from error
         self._is_told = bool(whom)
 
     def _late(self, whom: Sequence[str]) -> list[str]:
@@ -146,7 +147,7 @@ class Board:
         try:
             told = self.store.get(key).decode() if self.store.check([key]) else ""
         except RuntimeError as error:
-            raise TransportError("the rank that hosts the session is gone") from error
+            raise TransportError(_NO_BOARD) from error
         return told.split("\n") if told else []
 
     def raise_reported(self) -> None:
@@ -154,7 +155,7 @@ class Board:
         try:
             cause = self.store.get(_FAILED).decode() if self.store.check([_FAILED]) else None
         except RuntimeError as error:
-            raise TransportError("the rank that hosts the session is gone") from error
+            raise TransportError(_NO_BOARD) from error
         if cause is not None:
             raise TransportError(cause, from_peer=True)
 
@@ -169,7 +170,7 @@ class Board:
             self.arrived()
             found = self.store.get(other).decode()
         except RuntimeError as error:
-            raise TransportError("the rank that hosts the session is gone") from error
+            raise TransportError(_NO_BOARD) from error
         if found != value:
             raise TransportError(f"the two ends of {key} were given different plans: {value} here, {found} there")
 

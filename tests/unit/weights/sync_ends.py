@@ -65,7 +65,7 @@ class Trainer:
 
     def call(self, method: str, *args: Any) -> Any:
         if self.fault == "absent" and method == "send":
-            time.sleep(args[1] + 1)
+            time.sleep(args[1] + 3)
             raise SyncError("woke up too late")
         if self.fault == method:
             raise sync_failure(self.sender.name, method, None, "it was told to fail")

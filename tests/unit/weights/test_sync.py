@@ -52,7 +52,7 @@ class Run:
             self.trainers,
             self.engines,
             invoke,
-            hosts=[HOST_NAME] * 3,
+            host=HOST_NAME,
             ranks_per_receiver=2,
             options=SyncOptions(
                 bucket_bytes, timeout_s, verify, transport="auto" if transport == "mixed" else transport
