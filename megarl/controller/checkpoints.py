@@ -5,7 +5,8 @@ Invariants:
 2. An older checkpoint is removed only after the newer one is complete, read back and synced, and ``latest`` names it.
 3. A failed save leaves every earlier checkpoint as it was, and nothing of its own; one that was killed leaves a
    directory that the next save removes.
-4. What a checkpoint lacks or has beyond the run's parts is refused by name, unless it may start afresh.
+4. A damaged checkpoint is never passed over in silence: it is named, and where no other is left nothing starts.
+5. What a checkpoint lacks or has beyond the run's parts is refused by name, unless it may start afresh.
 """
 
 from __future__ import annotations
@@ -133,6 +134,11 @@ class CheckpointStore:
         """Complete checkpoints, oldest first."""
         return sorted(path for path in self.directory.glob("step_*") if not problems(path))
 
+    def damaged(self) -> dict[str, list[str]]:
+        """What is wrong with the directories of checkpoints that are none, by name, oldest first."""
+        found = {path.name: problems(path) for path in sorted(self.directory.glob("step_*"))}
+        return {name: wrong for name, wrong in found.items() if wrong}
+
     def newest(self) -> Path | None:
         """The one that ``latest`` names; if that is damaged, the complete one of the highest step."""
         complete = self.complete()
@@ -197,23 +203,26 @@ def problems(checkpoint: Path) -> list[str]:
 
     Sizes of all files are compared, and checksums of the small ones; roles check theirs when they load.
     """
-    manifest = checkpoint / MANIFEST
-    if not manifest.is_file():
-        return [f"{MANIFEST} is missing: the save did not finish"]
     try:
-        recorded = json.loads(manifest.read_text())
-        files, _ = recorded["files"], recorded["contents"]
-    except (ValueError, KeyError) as error:
-        return [f"{MANIFEST} is unreadable: {error}"]
+        recorded = json.loads((checkpoint / MANIFEST).read_text())
+        files = {name: (int(entry["bytes"]), entry.get("checksum")) for name, entry in recorded["files"].items()}
+        dict(recorded["contents"])
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing: the save did not finish"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{MANIFEST} is unreadable: {type(error).__name__} {error}"]
     found = []
-    for name, entry in files.items():
+    for name, (num_bytes, checksum) in files.items():
         path = checkpoint / name
-        if not path.is_file():
-            found.append(f"{name} is missing")
-        elif path.stat().st_size != entry["bytes"]:
-            found.append(f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}")
-        elif "checksum" in entry and checksum_of(path) != entry["checksum"]:
-            found.append(f"{name} has changed")
+        try:
+            if not path.is_file():
+                found.append(f"{name} is missing")
+            elif path.stat().st_size != num_bytes:
+                found.append(f"{name} has {path.stat().st_size} bytes instead of {num_bytes}")
+            elif checksum is not None and checksum_of(path) != checksum:
+                found.append(f"{name} has changed")
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error.strerror}")
     return found
 
 
@@ -221,7 +230,7 @@ def read_state(checkpoint: Path) -> RunState:
     """The controller's state in a complete checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, with the list of what is wrong.
+        CheckpointError: the checkpoint is incomplete, with the list of what is wrong, or of another version's form.
     """
     wrong = problems(checkpoint)
     if wrong:
@@ -230,17 +239,32 @@ def read_state(checkpoint: Path) -> RunState:
             where=str(checkpoint),
             fix="resume from an older one with resume=PATH, or start anew with another run.dir",
         )
-    return RunState(**json.loads((checkpoint / STATE).read_text()))
+    try:
+        return RunState(**json.loads((checkpoint / STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{STATE} is not what megarl {__version__} writes: {error}",
+            where=str(checkpoint),
+            fix="continue with the version that manifest.json names, or from another checkpoint",
+        ) from error
 
 
 def find_resume(resume: str, store: CheckpointStore) -> Path | None:
     """The checkpoint to continue from, or None to start at step 0.
 
     Raises:
-        ConfigError: ``never`` was asked for and the run directory holds a checkpoint, or the path is no directory.
+        ConfigError: ``never`` was asked for and the run directory holds a checkpoint, or the path is none.
+        CheckpointError: ``auto`` was asked for, and what the run directory holds is damaged, all of it.
     """
     newest = store.newest()
     if resume == "auto":
+        if newest is None and (damaged := store.damaged()):
+            raise CheckpointError(
+                "no checkpoint of this run is complete: "
+                + "; ".join(f"{name}: {', '.join(wrong)}" for name, wrong in damaged.items()),
+                where=str(store.directory),
+                fix="restore a file, give run.resume=PATH of another checkpoint, or start anew with run.resume=never",
+            )
         return newest
     if resume == "never":
         if newest is not None:
@@ -254,6 +278,11 @@ def find_resume(resume: str, store: CheckpointStore) -> Path | None:
     if not path.is_dir():
         raise ConfigError(
             f"no checkpoint directory at {resume}", where="run.resume", fix="auto, never, or a checkpoint"
+        )
+    inside = [found for place in (path / "checkpoints", path) for found in sorted(place.glob("step_*"))]
+    if inside and not (path / MANIFEST).exists():
+        raise ConfigError(
+            f"{resume} is no checkpoint, it holds {len(inside)}", where="run.resume", fix=f"run.resume={inside[-1]}"
         )
     return path
 

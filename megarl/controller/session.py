@@ -258,6 +258,9 @@ def open_session(loaded: Loaded[Any], forecast: Mapping[str, Any] | None = None)
         if forecast is not None:
             write_json(directory.root / "forecast.json", forecast)
         set_up_logging("controller", 0, directory=directory.logs)
+        if config.run.resume == "auto":
+            for name, wrong in store.damaged().items():
+                logger.warning("%s is damaged and not continued from: %s", name, "; ".join(wrong))
         set_context(node=env.text("SLURMD_NODENAME"))
         sinks = _open_sinks(config, directory, state, None if "metrics" in fresh else state.metrics_lines)
         stack.callback(sinks.close)

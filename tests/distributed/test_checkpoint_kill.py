@@ -79,6 +79,7 @@ def next_report(reports: Any, processes: list[Any], kind: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # each wait has a limit of its own
 def test_after_a_kill_at_a_random_moment_of_a_save_the_latest_checkpoint_loads(tmp_path: Path) -> None:
     generator = random.Random(7)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megarl.observability.report import report
 from megarl.weights.files.torch_dist import chunk_array, read_torch_dist
@@ -180,6 +182,23 @@ def test_a_resumed_run_ends_bit_for_bit_like_the_other(grpo: Run, resumed: Run):
     exports = resumed.directory / "exports"
     assert [path.name for path in exports.iterdir()] == ["step_000004"]
     assert (exports / "step_000004" / "model.safetensors").read_bytes() == model
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_at_another_layout_as_at_its_own(tmp_path: Path, grpo: Run, overrides: list[str]):
+    """The third step from the checkpoint of the second: the same samples, and weights to 1e-5."""
+    start = f"run.resume={grpo.directory / 'checkpoints' / 'step_000002'}"
+    options = ["run.steps=3", "validation.at_end=false", start]
+    runs = [
+        finished("train", "grpo_tiny", tmp_path / name, *overrides, *options, *layout("actor", degrees))
+        for name, degrees in (("same", (2, 1, 1)), ("other", (1, 2, 2)))
+    ]
+    same, other = (run.steps[3] for run in runs)
+    assert same["actor/grad_norm"] > 0
+    assert computed(other) == pytest.approx(computed(same), rel=1e-4, abs=1e-5)
+    one, two = (load_file(run.directory / "hf" / "model.safetensors") for run in runs)
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow

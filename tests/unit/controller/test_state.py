@@ -167,7 +167,10 @@ def test_whatever_ends_a_save_leaves_nothing_of_it(tmp_path, error):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
 
 
-@pytest.mark.parametrize("harm", ["truncate", "remove", "manifest"])
+MANIFESTS = {"no text": b"\xff\xfe", "no object": b"[]", "no files": b'{"contents": {}, "files": {"a": 3}}'}
+
+
+@pytest.mark.parametrize("harm", ["truncate", "remove", "manifest", *MANIFESTS])
 def test_a_damaged_checkpoint_is_not_one(tmp_path, harm):
     store = CheckpointStore(tmp_path, keep=3)
     save(store, RunState(1, 1), write_part)
@@ -177,12 +180,35 @@ def test_a_damaged_checkpoint_is_not_one(tmp_path, harm):
         weights.write_bytes(b"123")
     elif harm == "remove":
         weights.unlink()
+    elif harm in MANIFESTS:
+        (newest / "manifest.json").write_bytes(MANIFESTS[harm])
     else:
         (newest / "manifest.json").unlink()
     assert problems(newest)
     assert store.newest().name == "step_000001"
+    assert store.damaged() == {"step_000002": problems(newest)}
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         read_state(newest)
+
+
+def test_nothing_starts_anew_where_all_checkpoints_are_damaged(tmp_path):
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (1, 2):
+        (save(store, RunState(step, step), write_part) / "actor" / "weights.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"step_000001: actor/weights\.bin is missing; step_000002"):
+        find_resume("auto", store)
+    assert find_resume("never", store) is None
+
+
+def test_the_state_of_another_version_is_refused(tmp_path):
+    path = save(CheckpointStore(tmp_path, keep=1), RunState(1, 1), write_part)
+    state = path / "state.json"
+    state.write_text(state.read_text().replace('"step"', '"stride"'))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"bytes": state.stat().st_size}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="stride"):
+        read_state(path)
 
 
 def test_resume_auto_never_and_path(tmp_path, monkeypatch):
@@ -198,6 +224,12 @@ def test_resume_auto_never_and_path(tmp_path, monkeypatch):
         find_resume("never", store)
     with pytest.raises(ConfigError, match="no checkpoint directory"):
         find_resume(str(tmp_path / "absent"), store)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "a").rename(tmp_path / "run" / "checkpoints")
+    for place in ("run", "run/checkpoints"):
+        with pytest.raises(ConfigError, match="holds 1") as refused:
+            find_resume(place, store)
+        assert refused.value.fix == f"run.resume={tmp_path}/run/checkpoints/step_000001"
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path):
