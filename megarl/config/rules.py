@@ -143,6 +143,13 @@ def adapters_multiply_like_their_base(config: AnyConfig) -> Iterator[Breach]:
             yield Breach((f"{role}.engine.fp8", f"{role}.lora"), "no FP8 with adapters")
 
 
+def adapters_leave_biases(config: AnyConfig) -> Iterator[Breach]:
+    """Biases that choose experts are the base's, which the reference policy shares."""
+    for role, part in _trained(config):
+        if part.lora is not None and part.engine.moe_bias_update_rate:
+            yield Breach((f"{role}.engine.moe_bias_update_rate", f"{role}.lora"), "0 with adapters")
+
+
 def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
     """The cap of a microbatch is never exceeded, so the longest sequence must fit into it, with its padding."""
     longest, lengths = _longest(config)
@@ -172,6 +179,17 @@ def fp8_multiplies_bfloat16(config: AnyConfig) -> Iterator[Breach]:
             yield Breach((f"{role}.engine.fp8", "cluster.device"), "null on device cpu")
         if part.engine.dtype != "bfloat16":
             yield Breach((f"{role}.engine.fp8", f"{role}.engine.dtype"), "dtype bfloat16 with FP8")
+
+
+def shared_prompts_need_our_attention(config: AnyConfig) -> Iterator[Breach]:
+    """Transformer Engine takes sequences one after another; context-parallel ranks share out the tokens of each."""
+    for role, part in _trained(config):
+        if not part.engine.share_prompts:
+            continue
+        if config.cluster.device == "cuda":
+            yield Breach((f"{role}.engine.share_prompts", "cluster.device"), "null or false on device cuda")
+        if part.layout.cp > 1:
+            yield Breach((f"{role}.engine.share_prompts", f"{role}.layout.cp"), "null or false with cp > 1")
 
 
 def _longest(config: AnyConfig) -> tuple[int, tuple[str, ...]]:
@@ -355,8 +373,10 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     adapters_are_on_layers_once,
     adapters_train_by_element,
     adapters_multiply_like_their_base,
+    adapters_leave_biases,
     microbatch_holds_longest_sequence,
     fp8_multiplies_bfloat16,
+    shared_prompts_need_our_attention,
     device_has_its_gpus,
     roles_fit_the_cluster,
     held_out_is_held_out,

@@ -63,6 +63,10 @@ VALUE_HEAD = "score.weight"
 """Hugging Face name of a critic's head, as in its sequence-classification models; shape [1, hidden]."""
 
 
+ROUTING_BIAS = ".gate.e_score_correction_bias"
+"""End of the Hugging Face name of a bias that chooses experts, which is float32 whatever the weights are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replicate:
     """Every tensor-parallel rank holds the whole tensor."""

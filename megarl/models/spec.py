@@ -70,10 +70,9 @@ class MixtureOfExperts:
     @property
     def not_trained(self) -> str | None:
         """What of the router Megatron-Core's is not, or megarl does not train yet."""
-        if self.num_groups > 1:
-            return "routing within groups of experts"
-        if self.expert_bias:
-            return "a bias that chooses experts"
+        if self.num_groups > 1 and self.top_k // self.top_groups != (2 if self.expert_bias else 1):
+            # Megatron-Core's group_limited_topk adds up the best top_k // top_groups.
+            return "groups of experts that are chosen by other sums of scores than Megatron-Core's"
         if self.score == "softmax" and self.normalize_top_k and self.top_k == 1:
             return "a router whose only chosen expert has the weight 1, whatever it scores,"
         if self.score == "sigmoid" and not self.normalize_top_k and self.top_k > 1:
@@ -164,12 +163,14 @@ class ModelSpec:
     @property
     def not_trained(self) -> str | None:
         """What of the model megarl's training engine cannot build yet; its weights can be planned and converted."""
-        if self.mla is not None:
-            return "multi-head latent attention"
         if self.moe is not None and self.moe.not_trained is not None:
             return self.moe.not_trained
-        if self.rotary_fraction != 1 or isinstance(self.rope_scaling, YarnScaling):
-            return "partial rotary embeddings or YaRN"
+        if isinstance(self.rope_scaling, YarnScaling):
+            if self.mla is None:
+                return "YaRN without latent attention"
+            if self.rope_scaling.mscale != 1 and not self.rope_scaling.mscale_all_dim:
+                # transformers leaves mscale out then, Megatron-Core does not.
+                return "YaRN with mscale and no mscale_all_dim"
         return None
 
     def num_parameters(self, *, value_head: bool = False) -> int:

@@ -45,6 +45,21 @@ CHAT_TEMPLATE = (
 """``<|user|>question<|assistant|>answer<eos>``; the generation block marks what an assistant-token mask covers."""
 
 
+_LATENT = {
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "attention_bias": False,
+}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 # Experts are narrower than a dense layer, as in the real families; Mixtral's have its only feed-forward size.
 _EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
@@ -68,6 +83,16 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "attention_bias": False,
         "output_router_logits": False,
+    },
+    "deepseek_v2": {**_LATENT, **_ROUTED, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**_LATENT, **_ROUTED, "q_lora_rank": 48, "n_group": 2, "topk_group": 1, "norm_topk_prob": True},
+    "glm4_moe": {
+        **_ROUTED,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "use_qk_norm": True,
     },
 }
 
@@ -138,7 +163,10 @@ def tiny_config(
         "dtype": "float32",
         "use_cache": True,
     }
-    if family in ("qwen2", "qwen2_moe"):
+    if family_named(family).latent:
+        # A key for each head, and sizes of a head of their own.
+        config["num_key_value_heads"] = num_attention_heads
+    elif family in ("qwen2", "qwen2_moe"):
         if head_dim * num_attention_heads != hidden_size:
             raise ModelError(
                 f"{family} has no head_dim of its own: {num_attention_heads} heads of {head_dim} are not {hidden_size}"

@@ -24,6 +24,7 @@ from megarl.config.schema.train import EngineConfig, LoraConfig
 from megarl.models import ModelSpec
 from megarl.parallel.grid import Coordinate, ParallelLayout
 from megarl.planning.adapters import adapter_sizes
+from megarl.planning.latent_memory import latent_layer_bytes
 from megarl.weights.layout import megatron_regions, parameter_shapes
 
 Layers = Literal["local", "transformer_engine"]
@@ -207,6 +208,8 @@ def _cached_sizes(spec: ModelSpec, layout: ParallelLayout, stage: int, value_hea
     shapes = parameter_shapes(megatron_regions(spec, layout, Coordinate(pp=stage), value_head=value_head))
     chunks: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(layout.vpp)]
     for name, shape in shapes.items():
+        if name.endswith("router.expert_bias"):
+            continue  # a buffer, without gradient or optimizer state
         chunk = int(name.removeprefix("model").partition(".")[0]) if layout.vpp > 1 else 0
         # Experts are reduced over other ranks than the rest (train/megatron/experts.py).
         is_apart = ".mlp.experts." in name
@@ -303,6 +306,10 @@ class Activations:
         ffn = self._feed_forward(experts=experts)
         hidden, width, heads = self._hidden(), self._width, self.spec.num_heads / self.layout.tp
         norms = query + key if self.spec.qk_norm else 0
+        if self.spec.mla is not None:
+            return latent_layer_bytes(
+                self.spec, self.spec.mla, self.layout, self.dtype, recompute, ffn, self._gathered(), layers=self.layers
+            )
         if self.layers == "transformer_engine":
             # Input and output of both norms; queries, keys, values and their result; gate and up, and their product.
             elements = 4 * hidden + 2 * query + 2 * key + norms + ffn

@@ -77,6 +77,11 @@ def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) ->
     if spec.moe is None and config.engine.moe_aux_loss_coef:
         key = f"{role}.engine.moe_aux_loss_coef"
         yield _model(key, f"0 for {spec.family}, which has no experts", config.engine.moe_aux_loss_coef, f"set {key}=0")
+    has_bias = spec.moe is not None and spec.moe.expert_bias
+    if config.engine.moe_bias_update_rate and not has_bias:
+        key = f"{role}.engine.moe_bias_update_rate"
+        expected = f"0 for {spec.family}, which has no bias that chooses experts"
+        yield _model(key, expected, config.engine.moe_bias_update_rate, f"set {key}=0")
     yield from _adapters(role, config, spec)
     padded = ParallelLayout(tp=layout.tp).padded_vocab_size(spec.vocab_size)
     if padded > (1 + MOST_VOCABULARY_PADDING) * spec.vocab_size:
@@ -87,6 +92,10 @@ def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) ->
 def _adapters(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) -> Iterator[Finding]:
     """Experts take none, and every stage needs one."""
     if config.lora is None:
+        return
+    if spec.mla is not None:
+        key = f"{role}.lora"
+        yield _model(key, f"null for {spec.family}, whose latent attention takes no adapters", "set", f"set {key}=null")
         return
     others = [target for target in config.lora.targets if target not in ATTENTION_TARGETS]
     if spec.moe is not None and others:

@@ -10,27 +10,25 @@ Invariants:
 1. ``torch`` itself is left alone. Megatron's modules see a copy of its namespace in which the CUDA device is the CPU;
    where a tensor method names CUDA, a function mode is active for that one call. Nothing slows other torch calls.
 2. Applied once per process; applying again does nothing.
-3. What an own layer specification can avoid is no adaptation: RMSNorm under sequence parallelism and packed attention
-   are in ``train/megatron/layers.py``.
+3. What an own layer specification can avoid is no adaptation: RMSNorm under sequence parallelism, packed attention and
+   latent attention over packs are in the slots of ``train/megatron/layers.py``.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megarl.errors import SetupError
 from megarl.platform import env, gloo
+from megarl.platform.cuda_on_cpu import call_with_cpu_tensors_as_cuda, torch_on_cpu
 from megarl.platform.device import Introduction, LayerImplementation, MemoryUse, PassMemory
 from megarl.platform.live_memory import LiveMemory
 from megarl.platform.packages import import_megatron
@@ -57,126 +55,9 @@ class Adaptation:
     def apply(self) -> None:
         """Make the replacement in this process."""
         for module in self.modules:
-            importlib.import_module(f"megatron.core.{module}").torch = _torch_on_cpu()  # type: ignore[attr-defined]
+            importlib.import_module(f"megatron.core.{module}").torch = torch_on_cpu()  # type: ignore[attr-defined]
         if self.replace is not None:
             self.replace()
-
-
-# --- the namespace Megatron's modules see ---
-
-
-class _NullStream:
-    """Stands for a CUDA stream or event: on CPU everything has already happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> _NullStream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: None
-
-    def record_event(self, *_: Any) -> _NullStream:
-        return self
-
-
-class _CudaOnCpu(ModuleType):
-    """``torch.cuda`` with the CPU as its only device."""
-
-    Stream = Event = _NullStream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-    def current_device(self) -> torch.device:
-        return _CPU
-
-    def synchronize(self, *_: Any) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def current_stream(self, *_: Any) -> _NullStream:
-        return _NullStream()
-
-    default_stream = current_stream
-
-    def stream(self, _: Any) -> nullcontext[None]:
-        return nullcontext()
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def get_rng_state(self, *_: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
-        torch.set_rng_state(state)
-
-
-class _TorchOnCpu(ModuleType):
-    """A copy of torch's namespace, so that look-ups cost what they cost in torch; late additions are forwarded."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def _is_cuda(device: Any) -> bool:
-    return device is not None and str(device).startswith("cuda")
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory function with ``device="cuda"`` read as the CPU."""
-
-    @functools.wraps(factory)
-    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return factory(*args, **kwargs)
-
-    return create
-
-
-@functools.cache
-def _torch_on_cpu() -> ModuleType:
-    namespace = _TorchOnCpu("torch")
-    vars(namespace).update(vars(torch))
-    for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"):
-        setattr(namespace, name, _on_cpu(getattr(torch, name)))
-    namespace.cuda = _CudaOnCpu("torch.cuda")  # type: ignore[attr-defined]
-    return namespace
-
-
-# --- tensor methods that name CUDA ---
-
-
-class _CpuTensorsAsCuda(TorchFunctionMode):
-    """``tensor.cuda()`` returns the tensor, and ``tensor.type()`` names the CUDA type that Megatron compares with."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
-        return func(*args, **kwargs)
-
-
-def _call_with_cpu_tensors_as_cuda(owner: Any, name: str) -> None:
-    """Replace ``owner.name`` by itself under ``_CpuTensorsAsCuda``."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _CpuTensorsAsCuda():
-            return original(*args, **kwargs)
-
-    setattr(owner, name, call)
 
 
 # --- the adaptations ---
@@ -190,25 +71,32 @@ def _keep_rng_states_of_the_host() -> None:
 
 def _tie_embeddings_in_place() -> None:
     module = importlib.import_module("megatron.core.models.common.language_module.language_module")
-    _call_with_cpu_tensors_as_cuda(module.LanguageModule, "setup_embeddings_and_output_layer")
+    call_with_cpu_tensors_as_cuda(module.LanguageModule, "setup_embeddings_and_output_layer")
 
 
 def _accept_cpu_parameters() -> None:
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    _call_with_cpu_tensors_as_cuda(optimizer.Float16OptimizerWithFloat16Params, "__init__")
-    _call_with_cpu_tensors_as_cuda(distributed.DistributedOptimizer, "__init__")
+    call_with_cpu_tensors_as_cuda(optimizer.Float16OptimizerWithFloat16Params, "__init__")
+    call_with_cpu_tensors_as_cuda(distributed.DistributedOptimizer, "__init__")
 
 
 def _accept_cpu_gradients() -> None:
     # The optimizer module imported the function by name.
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
-    _call_with_cpu_tensors_as_cuda(optimizer, "clip_grad_by_total_norm_fp32")
+    call_with_cpu_tensors_as_cuda(optimizer, "clip_grad_by_total_norm_fp32")
 
 
 def _gather_optimizer_state() -> None:
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    _call_with_cpu_tensors_as_cuda(distributed.DistributedOptimizer, "get_parameter_state_dp_zero")
+    call_with_cpu_tensors_as_cuda(distributed.DistributedOptimizer, "get_parameter_state_dp_zero")
+
+
+def _attend_without_transformer_engine() -> None:
+    attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    # In 0.16 it says that the import succeeded, which without Transformer Engine gives placeholders.
+    found = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
+    attention.HAVE_TE = found  # type: ignore[attr-defined]
 
 
 def _route_without_transformer_engine() -> None:
@@ -256,6 +144,14 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         reason="inverse frequencies are moved to torch.cuda.current_device() at the first forward: "
         "models/common/embeddings/rotary_pos_embedding.py:162",
         modules=("models.common.embeddings.rotary_pos_embedding",),
+    ),
+    Adaptation(
+        name="latent-attention",
+        reason="YaRN's frequencies are made on torch.cuda.current_device(): "
+        "models/common/embeddings/yarn_rotary_pos_embedding.py:76,122,126; whether the output layer is one of "
+        "Transformer Engine's is asked without it too: transformer/multi_latent_attention.py:184 / -",
+        modules=("models.common.embeddings.yarn_rotary_pos_embedding",),
+        replace=_attend_without_transformer_engine,
     ),
     Adaptation(
         name="tied-embeddings",

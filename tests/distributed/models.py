@@ -12,7 +12,7 @@ from megarl.models.spec import MixtureOfExperts, ModelSpec, RopeScaling
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import get_device
 from megarl.train.megatron.initialize import random_weights
-from megarl.train.megatron.model import Chunk, Head, Recompute, build_model
+from megarl.train.megatron.model import Chunk, Head, Recompute, build_model, named_weights
 from megarl.weights.layout import megatron_regions
 from megarl.weights.pieces import fill
 
@@ -71,7 +71,7 @@ def build(
     """This rank's chunk with weights that do not depend on the layout."""
     (chunk,) = build_model(spec, groups, device=get_device("cpu"), dtype=dtype, head=head, recompute=recompute)
     regions = megatron_regions(spec, groups.layout, groups.coordinate, value_head=head == "value")
-    fill(regions, parameters(chunk), random_weights(spec, seed=seed))
+    fill(regions, named_weights([chunk]), random_weights(spec, seed=seed))
     randomize_vectors(chunk, parameters(chunk))
     return chunk
 

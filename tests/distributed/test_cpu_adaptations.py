@@ -20,6 +20,7 @@ from megarl.parallel.groups import ParallelGroups
 from megarl.platform.cpu import ADAPTATIONS, adapt_megatron
 from megarl.train.megatron.bootstrap import initialize_megatron
 from tests.distributed.models import MIXTRAL, QWEN2, build
+from tests.distributed.parity import LATENT
 from tests.distributed.ranks import Rank, RankPool
 
 NO_CUDA = r"CUDA|NVIDIA driver"
@@ -49,6 +50,10 @@ def make_rotary_table(groups: ParallelGroups) -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     assert RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=groups.cp)(4).shape == (4, 1, 1, 8)
+
+
+def build_latent_attention(groups: ParallelGroups) -> None:
+    build(LATENT, groups)
 
 
 def tie_embeddings_over_stages(groups: ParallelGroups) -> None:
@@ -179,6 +184,7 @@ OPERATIONS: dict[str, tuple[Callable[[ParallelGroups], None], ParallelLayout, st
     "memory-buffer": (take_memory_buffer, TP2, NO_CUDA),
     "rng-states": (fork_generator, TP2, NO_CUDA),
     "rotary-frequencies": (make_rotary_table, TP2, NO_CUDA),
+    "latent-attention": (build_latent_attention, DP2, NO_CUDA + "|isinstance"),
     "tied-embeddings": (tie_embeddings_over_stages, PP2, NO_CUDA),
     "gradient-buffers": (reduce_gradients, DP2, NO_CUDA),
     "optimizer-scalars": (measure_gradients, DP2, NO_CUDA),

@@ -12,6 +12,7 @@ import torch
 from megarl.config.schema.train import EngineConfig
 from megarl.errors import CheckpointError
 from megarl.models.registry import load_spec
+from megarl.models.rules import ROUTING_BIAS
 from megarl.models.tiny import tiny_config, write_tiny
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
@@ -19,6 +20,7 @@ from megarl.platform.device import get_device
 from megarl.train.engine import ValueUpdate
 from megarl.train.megatron.engine import MegatronEngine
 from megarl.train.megatron.offload import Offloader
+from megarl.weights.files.safetensors_reader import SafetensorsReader
 from megarl.weights.files.safetensors_writer import SafetensorsWriter
 from tests.distributed.engines import make_engine, policy_update, recorded_batch, replica
 from tests.distributed.models import QWEN2
@@ -33,13 +35,14 @@ def model_dir(tmp_path: Path) -> Path:
 def train_and_export(rank: Rank, layout: ParallelLayout, model_dir: Path, target: Path, head: Any) -> Any:
     groups = rank.start(layout)
     spec = load_spec(model_dir)
+    rate = 0.05 if spec.moe is not None and spec.moe.expert_bias else 0.0
     engine = MegatronEngine(
         "actor",
         spec,
         None,
         groups,
         get_device("cpu"),
-        EngineConfig(dtype="float32", microbatch_tokens=64),
+        EngineConfig(dtype="float32", microbatch_tokens=64, moe_bias_update_rate=rate),
         _optimizer(),
         head=head,
         source_dir=model_dir,
@@ -72,11 +75,30 @@ def read_back(rank: Rank, layout: ParallelLayout, directory: Path, head: Any) ->
 def test_the_exported_policy_is_what_transformers_and_another_layout_read(
     ranks: RankPool, model_dir: Path, tmp_path: Path
 ) -> None:
+    check_export(ranks, ParallelLayout(tp=2, pp=2), model_dir, tmp_path / "exported")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_exported_experts_are_what_transformers_and_another_layout_read(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    """Trained at TP, CP and EP 2, and log-probs from there."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    config = tiny_config(family, tie_word_embeddings=False, **sizes)
+    model_dir, layout = write_tiny(tmp_path / "model", config), ParallelLayout(tp=2, cp=2, ep=2, sequence_parallel=True)
+    check_export(ranks, layout, model_dir, tmp_path / "exported")
+    with SafetensorsReader(tmp_path / "exported") as reader:
+        biases = [reader.read(name) for name in reader.tensors if name.endswith(ROUTING_BIAS)]
+    assert len(biases) == (0 if family == "qwen3_moe" else 3)
+    assert all(bias.dtype == torch.float32 and bias.any() for bias in biases)
+
+
+def check_export(ranks: RankPool, layout: ParallelLayout, model_dir: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    target = tmp_path / "exported"
-    layout = ParallelLayout(tp=2, pp=2)
-    expected = next(r for r in ranks(4).run(train_and_export, layout, model_dir, target, "lm") if r is not None)
+    results = ranks(layout.world_size).run(train_and_export, layout, model_dir, target, "lm")
+    expected = next(result for result in results if result is not None)
     (again,) = ranks(1).run(read_back, ParallelLayout(), target, "lm")
     torch.testing.assert_close(again["log_probs"].values, expected.values, rtol=1e-4, atol=1e-4)
     assert (target / "tokenizer.json").exists()

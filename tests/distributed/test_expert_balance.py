@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.errors import ModelError
+from megarl.models.spec import ModelSpec
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
 from megarl.train.megatron.balance import routed_tokens
 from megarl.train.megatron.microbatch import build
 from tests.distributed.engines import make_engine, policy_update, recorded_batch
-from tests.distributed.parity import EXPERTS, TIED
+from tests.distributed.parity import BIASED, EXPERTS, TIED
 from tests.distributed.ranks import Rank, RankPool
 
 COEF = 0.5
@@ -82,15 +84,52 @@ def test_gradient_is_that_of_the_measured_loss(ranks: RankPool) -> None:
     torch.testing.assert_close(found["recomputed_gradient"], found["gradient"])
 
 
-def refuse(rank: Rank) -> str:
-    with pytest.raises(ModelError, match="no experts") as refused:
-        make_engine(TIED, rank.start(ParallelLayout()), moe_aux_loss_coef=0.1)
+def refuse(rank: Rank, spec: ModelSpec, key: str) -> str:
+    with pytest.raises(ModelError, match="but the model has no") as refused:
+        make_engine(spec, rank.start(ParallelLayout()), **{key: 0.1})
     return str(refused.value)
 
 
-def test_a_dense_model_has_no_auxiliary_loss(ranks: RankPool) -> None:
-    (message,) = ranks(1).run(refuse)
-    assert "moe_aux_loss_coef" in message
+@pytest.mark.parametrize(
+    ("spec", "key", "lacking"),
+    [(TIED, "moe_aux_loss_coef", "no experts"), (EXPERTS, "moe_bias_update_rate", "no bias that chooses experts")],
+)
+def test_what_the_model_has_not_cannot_be_balanced(ranks: RankPool, spec: ModelSpec, key: str, lacking: str) -> None:
+    (message,) = ranks(1).run(refuse, spec, key)
+    assert key in message and lacking in message
+
+
+def move(rank: Rank, recompute: str) -> list[tuple[Tensor, Tensor]]:
+    """Each router's bias after one update, and tokens of its experts in one pass over a batch without padding."""
+    trained = make_engine(
+        BIASED,
+        rank.start(ParallelLayout()),
+        cap=1000,
+        moe_bias_update_rate=0.25,
+        recompute=recompute,
+        share_prompts=False,
+    )
+    counts: dict[int, Tensor] = {}
+    routers = [module for chunk in trained._modules for module in chunk.modules() if isinstance(module, TopKRouter)]
+    for router in routers:
+        router.register_forward_hook(lambda module, _, out: counts.update({module.layer_number: out[1].sum(0)}))
+    batch = recorded_batch(BIASED.vocab_size)
+    rows = [row for row in range(len(batch)) if batch.ragged("response_mask").select([row]).values.any()]
+    before = [router.expert_bias.clone() for router in routers]
+    trained.log_probs(batch.select(rows))
+    trained.eval_sft(batch.select(rows))
+    assert all(torch.equal(router.expert_bias, bias) for router, bias in zip(routers, before, strict=True))
+    trained.update_policy(batch, policy_update(), [rows])
+    return [(router.expert_bias.clone(), counts[router.layer_number]) for router in routers]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_bias_moves_against_the_load(ranks: RankPool, recompute: str) -> None:
+    (moved,) = ranks(1).run(move, recompute)
+    assert len(moved) == BIASED.num_expert_layers
+    for bias, counts in moved:
+        assert counts.unique().numel() > 1
+        assert torch.equal(bias, 0.25 * torch.sign(counts.float().mean() - counts.float()))
 
 
 @pytest.mark.parametrize("share", [False, True])

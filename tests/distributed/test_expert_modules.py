@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.models.spec import ModelSpec
 from megarl.parallel.grid import ExpertCoordinate, ParallelLayout
-from megarl.platform.cpu import _torch_on_cpu
+from megarl.platform.cuda_on_cpu import torch_on_cpu
 from megarl.platform.device import get_device
 from megarl.train.megatron.layers import RMSNorm
 from megarl.weights.check import check_names
@@ -149,7 +149,7 @@ def stand_ins() -> Iterator[None]:
         (gpt_layer_specs, "LNImpl", RMSNorm),
         (multi_latent_attention, "TELinear", Duplicated),
         *([(mla_norms, "get_backend", lambda implementation: backend(implementation))] if mla_norms else []),
-        *((module, "torch", _torch_on_cpu()) for module in (router, shared_experts, token_dispatcher)),
+        *((module, "torch", torch_on_cpu()) for module in (router, shared_experts, token_dispatcher)),
     ]
     before = [getattr(module, name, None) for module, name, _ in places]
     for module, name, value in places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.models import load_spec
+from megarl.models.rules import ROUTING_BIAS
 from megarl.models.tiny import tiny_config, write_tiny
 from megarl.parallel.grid import ParallelLayout
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import get_device
-from megarl.train.megatron.model import Chunk, build_model
+from megarl.train.megatron.model import Chunk, build_model, named_weights
 from megarl.weights.check import check_names, detect_naming
 from megarl.weights.files.safetensors_reader import SafetensorsReader, check_model, load_into
 from megarl.weights.layout import megatron_regions
@@ -50,7 +52,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"family": "qwen2_moe", "mlp_only_layers": [1], "shared_expert_intermediate_size": 80},
     "qwen3_moe": {"family": "qwen3_moe", "hidden_size": 80, "num_experts": 6, "mlp_only_layers": [0, 3]},
 }
-EXPERT_MODELS = ("mixtral", "qwen2_moe", "qwen3_moe")
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+MODELS |= {
+    "deepseek_v2": {"family": "deepseek_v2", "hidden_size": 80},
+    "deepseek_v3": {"family": "deepseek_v3", "hidden_size": 80, "rope_parameters": YARN},
+    "glm4_moe": {"family": "glm4_moe", "hidden_size": 80, "first_k_dense_replace": 2},
+}
+EXPERT_MODELS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
+QUICK_EXPERT_MODELS = EXPERT_MODELS[:3]
 DENSE_MODELS = [name for name in MODELS if name not in EXPERT_MODELS]
 LAYOUTS = {
     "tp1-pp1": ParallelLayout(),
@@ -91,6 +109,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Any:
                     parameter.add_(0.3 * torch.randn_like(parameter))
                 if key == "score.weight":
                     parameter.normal_()
+            for key, buffer in model.named_buffers():
+                if key.endswith(ROUTING_BIAS):
+                    buffer.copy_(0.2 * torch.randn_like(buffer))
         # More than one file, so that the index is read.
         model.save_pretrained(directory, max_shard_size="500KB")
         return directory
@@ -129,7 +150,7 @@ def load(rank: Rank, layout: ParallelLayout, directory: Path, head: str) -> tupl
     state = {name: tuple(value.shape) for name, value in chunk.state_dict().items() if value is not None}
     regions = megatron_regions(spec, layout, groups.coordinate, value_head=is_critic, naming=detect_naming(state))
     check_names(regions, state)
-    params = dict(chunk.named_parameters())
+    params = named_weights([chunk])
     with torch.no_grad():
         for parameter in params.values():
             parameter.fill_(torch.nan)
@@ -204,8 +225,18 @@ def test_logits_are_those_of_transformers(
     compare(ranks, layout, directory, LENGTHS, expected)
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS)
-@pytest.mark.parametrize("name", EXPERT_MODELS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(
+            name,
+            EXPERT_LAYOUTS[layout],
+            id=f"{name}-{layout}",
+            marks=() if name in QUICK_EXPERT_MODELS or layout == "one" else pytest.mark.slow,
+        )
+        for name, layout in product(EXPERT_MODELS, EXPERT_LAYOUTS)
+    ],
+)
 def test_logits_of_expert_models_are_those_of_transformers(
     ranks: RankPool, directories: Any, name: str, layout: ParallelLayout
 ) -> None:

@@ -25,7 +25,7 @@ from megarl.weights.files.torch_dist import read_torch_dist
 from megarl.weights.pieces import assemble, pieces
 from tests.distributed.adapters import draw_b, factors
 from tests.distributed.engines import MINIBATCHES, make_engine, policy_update, recorded_batch, replica
-from tests.distributed.parity import EXPERTS, TIED, UNTIED
+from tests.distributed.parity import EXPERTS, LATENT, TIED, UNTIED
 from tests.distributed.ranks import Rank, RankPool
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -389,6 +389,8 @@ def build(rank: Rank, spec: ModelSpec, layout: ParallelLayout) -> tuple[str, str
 def test_adapters_on_experts_and_stages_without_layers_are_refused(ranks: RankPool):
     (found,) = ranks(1).run(build, EXPERTS, ParallelLayout())
     assert found is not None and found[0] == "ModelError" and "linear_fc1, linear_fc2" in found[1]
+    (found,) = ranks(1).run(build, LATENT, ParallelLayout())
+    assert found is not None and found[0] == "ModelError" and "latent attention takes no adapters" in found[1]
     layout = ParallelLayout(pp=2, vpp=2, pipeline="Ett|t|t|L")
     for found in ranks(2).run(build, UNTIED, layout):
         assert found is not None and found[0] == "LayoutError" and "stage 1" in found[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch
+from megarl.errors import ModelError
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
-from megarl.train.megatron.engine import MegatronEngine
 from megarl.weights.pieces import assemble
 from tests.distributed.engines import ROWS, make_engine, owned_weights, policy_update, recorded_batch, replica
 from tests.distributed.models import QWEN2
@@ -32,20 +31,39 @@ def grouped_batch() -> Batch:
     return batch.replace(prompts=batch.ragged("prompts").select([row // 4 * 4 for row in range(ROWS)]))
 
 
-def set_sharing(engine: MegatronEngine, share: bool) -> None:
-    assert engine._parts.shares_prompts  # our attention does unless told otherwise
-    engine._parts = replace(engine._parts, shares_prompts=share)
-
-
-def train(rank: Rank, layout: ParallelLayout, share: bool, cap: int) -> tuple[Any, Any, list[Any]]:
+def train(rank: Rank, layout: ParallelLayout, share: bool | None, cap: int) -> tuple[Any, Any, list[Any]]:
     groups = rank.start(layout)
-    engine = make_engine(QWEN2, groups, cap=cap)
-    set_sharing(engine, share)
+    engine = make_engine(QWEN2, groups, cap=cap, share_prompts=share)
     batch, minibatches = replica(grouped_batch(), groups)
     columns = engine.log_probs(batch, with_entropy=True)
     metrics = engine.update_policy(batch, policy_update(), minibatches)
     flat = None if columns is None else {name: column.values for name, column in columns.items()}
     return flat, None if metrics is None else values(metrics), owned_weights(engine)
+
+
+def tokens_of_a_pass(rank: Rank, share: bool | None, cp: int) -> int:
+    """Tokens of the whole batch in one microbatch."""
+    engine = make_engine(QWEN2, rank.start(ParallelLayout(cp=cp)), cap=1000, share_prompts=share)
+    return engine._parts.pack(grouped_batch(), range(ROWS)).num_tokens
+
+
+def test_prompts_are_shared_where_they_can_be_and_the_key_does_not_say_no(ranks: RankPool) -> None:
+    (shared,), (alone,) = (ranks(1).run(tokens_of_a_pass, share, 1) for share in (True, False))
+    prompts = grouped_batch().prompt_lengths
+    assert alone - shared == int(prompts.sum()) - int(prompts[::4].sum())
+    assert ranks(1).run(tokens_of_a_pass, None, 1) == [shared]
+    assert min(ranks(2).run(tokens_of_a_pass, None, 2)) >= alone
+
+
+def refuse(rank: Rank) -> str:
+    with pytest.raises(ModelError) as refused:
+        tokens_of_a_pass(rank, True, 2)
+    return str(refused.value)
+
+
+def test_context_parallel_ranks_do_not_share_prompts(ranks: RankPool) -> None:
+    for message in ranks(2).run(refuse):
+        assert "cp=2" in message and "engine.share_prompts" in message
 
 
 def outcome(results: list[Any]) -> tuple[dict[str, float], dict[str, Tensor]]:

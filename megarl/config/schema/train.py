@@ -101,9 +101,15 @@ class EngineConfig(StrictModel):
     """Tokens whose float32 logits are held at once when log-probs and entropy are computed."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: none, core attention only, or whole layers."""
+    share_prompts: bool | None = None
+    """Compute a prompt once for all samples of it in a microbatch: the same log-probs and gradients for less work. null
+    does where the core attention can: on CPU without context parallelism; true is refused elsewhere."""
     moe_aux_loss_coef: float = Field(0.0, ge=0)
     """Coefficient of the load-balancing loss of a mixture of experts in training: each sequence's, which is 1 where all
     experts get as many tokens, averaged over the minibatch's sequences and summed over layers."""
+    moe_bias_update_rate: float = Field(0.0, ge=0)
+    """By how much an update raises the bias of experts with fewer tokens than the mean, and lowers that of those with
+    more (DeepSeek-V3, GLM-4.5), padding not counted; 0 leaves biases as they are."""
     offload: bool = False
     """Move the role's weights, gradients and optimizer state to host memory while colocated engines sample, and let the
     engines sleep while training runs (GPU). The reference policy moves with the actor."""

@@ -8,7 +8,7 @@ norm apart in both naming schemes.
 from __future__ import annotations
 
 from megarl.models.families.dense import H, M
-from megarl.models.rules import Replicate, Rule, Split, Stack, Tensor
+from megarl.models.rules import ROUTING_BIAS, Replicate, Rule, Split, Stack, Tensor
 
 
 def expert_rules(
@@ -33,7 +33,7 @@ def expert_rules(
         ),
         Rule(
             M + "mlp.router.expert_bias",
-            (Tensor(H + module + ".gate.e_score_correction_bias", ("experts",)),),
+            (Tensor(H + module + ROUTING_BIAS, ("experts",)),),
             Replicate(),
             "layer",
             when=("expert_bias",),

@@ -21,10 +21,33 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+from torch.nn.functional import embedding_bag, pad, scaled_dot_product_attention
 
+from megarl.errors import ModelError
 from megarl.train.megatron.blocks import Block, PackPlan, plan_blocks, share_tokens
 from megarl.train.megatron.context import ContextPlan, GatherContext, plan_context
+
+
+def shares_prompts(wanted: bool | None, *, own_attention: bool, cp: int) -> bool:
+    """Whether rows with a prompt in common share its tokens: as ``engine.share_prompts`` says, or where they can.
+
+    Our core attention takes ``SharedSequences``. Transformer Engine's takes sequences one after another only, and
+    context-parallel ranks share out the tokens of each.
+
+    Raises:
+        ModelError: wanted where they cannot.
+    """
+    can = own_attention and cp == 1
+    if wanted and not can:
+        what = (
+            f"context-parallel ranks (cp={cp}) share out" if own_attention else "Transformer Engine's attention takes"
+        )
+        raise ModelError(
+            f"samples cannot share the tokens of their prompt: {what} whole sequences",
+            where="engine.share_prompts=true",
+            fix="set engine.share_prompts=false, or null to share where it can be done",
+        )
+    return can if wanted is None else wanted
 
 
 class SharedSequences(PackedSeqParams):
@@ -50,11 +73,12 @@ class PlannedSequences(PackedSeqParams):
 
     Args:
         packed: Megatron's parameters of the whole pack.
+        positions: [n] int64 of this rank's tokens, from 0 in each sequence.
         cp_rank: this rank among those that share the pack's tokens.
         cp_size: how many those are.
     """
 
-    def __init__(self, packed: PackedSeqParams, *, cp_rank: int = 0, cp_size: int = 1) -> None:
+    def __init__(self, packed: PackedSeqParams, positions: Tensor, *, cp_rank: int = 0, cp_size: int = 1) -> None:
         super().__init__(
             qkv_format="sbhd",
             cu_seqlens_q=packed.cu_seqlens_q,
@@ -63,6 +87,7 @@ class PlannedSequences(PackedSeqParams):
             max_seqlen_kv=packed.max_seqlen_kv,
         )
         self.packed = packed
+        self.positions = positions
         lengths = packed.cu_seqlens_q.diff().tolist()
         self.plan: PackPlan | ContextPlan
         if cp_size > 1:
@@ -210,13 +235,17 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention output [S, B, heads * d] of query [S, B, heads, d], key and value [S, B, kv_heads, d].
+        """Attention output [S, B, heads * d'] of query [S, B, heads, d], key [S, B, kv_heads, d], value [.., d'].
 
         With ``packed_seq_params`` B is 1 and S the tokens of the pack; without, B whole sequences of S tokens.
         """
         del attention_mask, attn_mask_type, attention_bias
         length, batch = query.shape[:2]
-        dtype = query.dtype
+        dtype, value_size = query.dtype, value.shape[-1]
+        if value_size != query.shape[-1]:
+            # The CPU's kernel that keeps no scores takes one size only; zeros change neither scores nor results.
+            size = max(value_size, query.shape[-1])
+            query, key, value = (pad(tensor, (0, size - tensor.shape[-1])) for tensor in (query, key, value))
         # The CPU's bfloat16 kernel is four times slower backwards than its float32 one, and less exact.
         query, key, value = query.float(), key.float(), value.float()
         if isinstance(packed_seq_params, PlannedSequences):
@@ -226,11 +255,11 @@ class PackedAttention(MegatronModule):
                 output = packed_attention(query, key, value, plan, self.scale)
             else:
                 output = context_attention(query, key, value, plan, self.scale, self.cp_group)
-            return output.reshape(length, 1, -1).to(dtype)
+            return output[..., :value_size].reshape(length, 1, -1).to(dtype)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped)
-        return output.permute(2, 0, 1, 3).reshape(length, batch, -1).to(dtype)
+        return output[..., :value_size].permute(2, 0, 1, 3).reshape(length, batch, -1).to(dtype)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing to save."""

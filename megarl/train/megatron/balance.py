@@ -1,12 +1,15 @@
-"""How evenly tokens are spread over experts: measured at every update, and improved by an auxiliary loss if asked for.
+"""How evenly tokens are spread over experts: measured at every update, and improved by loss or bias if asked for.
 
 The loss is that of each sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; Megatron-Core's
 ``seq_aux_loss``), averaged over the sequences of the global minibatch. Megatron-Core's ``aux_loss`` is that of whatever
 shares a microbatch, and would change gradients with the token cap and the layout; its ``seq_aux_loss`` takes no packed
 sequences.
 
+The bias is moved by a fixed step towards an even load after each update (arXiv:2412.19437, 2.1.2; arXiv:2408.15664).
+Megatron-Core's own rule, ``get_updated_expert_bias``, is the same, but counts padding, and recomputed layers twice.
+
 Invariants:
-1. Loss, gradients and load do not depend on how a minibatch is cut into microbatches and over ranks.
+1. Loss, gradients, load and biases do not depend on how a minibatch is cut into microbatches and over ranks.
 2. Padding and dummies count nowhere. A prompt that several rows share counts once for each.
 3. Passes without gradients, and the first forward of a recomputed layer, neither measure nor add a loss.
 """
@@ -22,6 +25,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
 from torch import Tensor, nn
 
+from megarl.config.schema.train import EngineConfig
+from megarl.errors import ModelError
 from megarl.models.spec import ModelSpec
 from megarl.observability.metrics import Max, Mean, Metrics
 from megarl.parallel.groups import ParallelGroups
@@ -59,6 +64,23 @@ def routed_tokens(microbatch: Microbatch, *, tp_rank: int = 0, tp_size: int = 1)
     return RoutedTokens(tokens[is_mine], microbatch.row_of_place[is_mine], len(microbatch.rows))
 
 
+def expert_balance(
+    role: str, chunks: Sequence[nn.Module], spec: ModelSpec, groups: ParallelGroups, engine: EngineConfig
+) -> ExpertBalance | None:
+    """Of a trained model; None without experts. Raises ModelError where the configuration asks for what it has not."""
+    moe = spec.moe
+    wanted = {
+        "moe_aux_loss_coef": ("experts", moe is not None),
+        "moe_bias_update_rate": ("bias that chooses experts", moe is not None and moe.expert_bias),
+    }
+    for key, (what, is_there) in wanted.items():
+        if (value := getattr(engine, key)) and not is_there:
+            raise ModelError(f"{key}={value}, but the model has no {what}", where=f"{role}.engine", fix=f"set {key}=0")
+    if moe is None:
+        return None
+    return ExpertBalance(chunks, spec, groups, coef=engine.moe_aux_loss_coef, bias_rate=engine.moe_bias_update_rate)
+
+
 class ExpertBalance:
     """Load and auxiliary loss of all expert layers of one rank's chunks, from hooks on layers and routers.
 
@@ -68,16 +90,27 @@ class ExpertBalance:
         chunks: bare model chunks.
         spec: a model with experts.
         groups: of this rank.
-        coef: of the auxiliary loss; 0 measures the load only.
+        coef: of the auxiliary loss; 0 leaves it out.
+        bias_rate: step of the biases that choose experts; 0 leaves them as they are.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], spec: ModelSpec, groups: ParallelGroups, coef: float) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        spec: ModelSpec,
+        groups: ParallelGroups,
+        *,
+        coef: float = 0.0,
+        bias_rate: float = 0.0,
+    ) -> None:
         if spec.moe is None:
             raise AssertionError("a dense model has no experts to balance")
         self.groups = groups
         self.coef = coef
         self.layers = [layer for layer in range(spec.num_layers) if spec.has_experts(layer)]
         self._score, self._top_k = spec.moe.score, spec.moe.top_k
+        self._bias_rate = bias_rate
+        self._routers: list[TopKRouter] = []
         self._num_sequences = 0
         device = next(chunks[0].parameters()).device
         # Per layer: tokens of each expert, then the sum of the sequences' losses.
@@ -100,6 +133,7 @@ class ExpertBalance:
             probs, routing_map = output
             return self._balance(module, arguments[0], probs, routing_map, routed[0]), routing_map
 
+        self._routers.append(router)
         layer.register_forward_pre_hook(read_sequences, with_kwargs=True)
         router.register_forward_hook(balance)
 
@@ -127,6 +161,15 @@ class ExpertBalance:
         """Start a minibatch of so many sequences, counted over all replicas."""
         self._num_sequences = num_sequences
         self._totals.zero_()
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """After an update: towards an even load of the minibatch that ``metrics`` has counted over all ranks."""
+        if not self._bias_rate:
+            return
+        for router in self._routers:
+            loads = self._totals[router.layer_number - 1, :-1]
+            router.expert_bias += self._bias_rate * torch.sign(loads.mean() - loads).to(router.expert_bias)
 
     def metrics(self, prefix: str) -> Metrics:
         """Of the minibatch, over all ranks; collective over all of the model's ranks, and equal on them."""

@@ -75,11 +75,12 @@ def start(
 def stop() -> None:
     """Undo ``start``: forget Megatron-Core's groups and leave the process group; nothing where none was started."""
     from megatron.core import parallel_state
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
     parallel_state.destroy_model_parallel()
     # Megatron-Core caches tables of angles together with the module they are of, which holds a group.
     RotaryEmbedding.forward.cache_clear()
+    YarnRotaryEmbedding.forward.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

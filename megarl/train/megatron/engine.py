@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.data.balance import SequenceCost
 from megarl.data.batch import Batch, Ragged
-from megarl.errors import ModelError, TrainError
+from megarl.errors import TrainError
 from megarl.models.rules import VALUE_HEAD
 from megarl.models.spec import ModelSpec
 from megarl.observability.metrics import Last, Metrics
@@ -30,7 +30,8 @@ from megarl.platform.device import Device
 from megarl.train.engine import Moved, PolicyUpdate, StateSummary, ValueUpdate
 from megarl.train.megatron import acceleration, checkpoint, export, offload, step
 from megarl.train.megatron import microbatch as mb
-from megarl.train.megatron.balance import ExpertBalance
+from megarl.train.megatron.attention import shares_prompts
+from megarl.train.megatron.balance import expert_balance
 from megarl.train.megatron.checkpoint_writer import HostCopy
 from megarl.train.megatron.experts import are_grouped
 from megarl.train.megatron.forward import (
@@ -43,7 +44,7 @@ from megarl.train.megatron.forward import (
 )
 from megarl.train.megatron.initialize import random_weights
 from megarl.train.megatron.lora import Adapters
-from megarl.train.megatron.model import build_model, named_parameters
+from megarl.train.megatron.model import build_model, named_weights
 from megarl.train.megatron.objectives import Objective, PolicyObjective, SftObjective, ValueObjective
 from megarl.train.megatron.optimizer import Optimizer
 from megarl.weights.check import detect_naming
@@ -110,7 +111,7 @@ class MegatronEngine:
             recompute=engine.recompute,
             options=acceleration.options(engine, spec, groups.layout, device),
         )
-        params = named_parameters(self._modules)
+        params = named_weights(self._modules)
         self._naming = detect_naming(params)
         self._grouped_experts = are_grouped(params)
         # Before the optimizer is made: with bfloat16 it copies the weights.
@@ -128,7 +129,7 @@ class MegatronEngine:
                 total_updates=total_updates,
                 tensors=self._tensor_names(),
             )
-        balance = self._expert_balance() if optimizer is not None else None
+        balance = None if optimizer is None else expert_balance(role, self._modules, spec, groups, engine)
         self._save: checkpoint.Save | None = None
         self._host_copy: HostCopy | None = None
         self._offloader = offload.Offloader(self._chunks, self.optimizer, device)
@@ -146,23 +147,11 @@ class MegatronEngine:
             cost=SequenceCost(*spec.sequence_cost(value_head=self.is_value)),
             token_unit=engine.fp8_multiple,
             quantizing=acceleration.quantizing_modules(self._modules),
-            # Our core attention does; Transformer Engine's takes sequences one after another only, and context-parallel
-            # ranks share out the tokens of each.
-            shares_prompts=device.layer_implementation == "local" and groups.layout.cp == 1,
+            shares_prompts=shares_prompts(
+                engine.share_prompts, own_attention=device.layer_implementation == "local", cp=groups.layout.cp
+            ),
             balance=balance,
         )
-
-    def _expert_balance(self) -> ExpertBalance | None:
-        coefficient = self.config.moe_aux_loss_coef
-        if self.spec.moe is not None:
-            return ExpertBalance(self._modules, self.spec, self.groups, coefficient)
-        if coefficient:
-            raise ModelError(
-                f"moe_aux_loss_coef={coefficient}, but the model has no experts",
-                where=f"{self.role}.engine",
-                fix="set moe_aux_loss_coef=0",
-            )
-        return None
 
     # -- passes without gradients ------------------------------------------------------------------------------------
 
@@ -251,7 +240,7 @@ class MegatronEngine:
     def parameters(self) -> Mapping[str, Tensor]:
         """This rank's parameters by Megatron's name, adapters merged into copies of the weights."""
         self._require_onload()
-        return named_parameters(self._modules) if self._adapters is None else self._adapters.merged()
+        return named_weights(self._modules) if self._adapters is None else self._adapters.merged()
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Within it the model is the one its adapters were put on."""

@@ -22,6 +22,9 @@ from megarl.parallel.grid import ParallelLayout
 EXPERTS = ".mlp.experts."
 """In the name of every parameter that belongs to one expert, in both of Megatron-Core's naming schemes."""
 
+EXPERT_BIAS = ".mlp.router.expert_bias"
+"""End of the name of the buffer with a bias that chooses experts (DeepSeek-V3, arXiv:2412.19437, 2.1.2)."""
+
 
 def expert_options(spec: ModelSpec, layout: ParallelLayout, *, grouped: bool) -> dict[str, Any]:
     """Options of Megatron-Core's TransformerConfig about experts; of a dense model, what defaults contradict.
@@ -53,6 +56,11 @@ def expert_options(spec: ModelSpec, layout: ParallelLayout, *, grouped: bool) ->
         "moe_router_pre_softmax": is_pre_softmax,
         "moe_router_topk_scaling_factor": None if moe.routed_scale == 1.0 else moe.routed_scale,
         "moe_router_dtype": "fp32",
+        "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
+        "moe_router_group_topk": moe.top_groups if moe.num_groups > 1 else None,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        # Megatron-Core's update of the bias counts padding, and tokens of recomputed layers twice: balance.py has ours.
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.num_layers)] if moe.dense_layers else 1,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,

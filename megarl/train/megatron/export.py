@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import CheckpointError, MegarlError
-from megarl.models.rules import VALUE_HEAD
+from megarl.models.rules import ROUTING_BIAS, VALUE_HEAD
 from megarl.models.spec import ModelSpec
 from megarl.parallel.groups import ParallelGroups
 from megarl.weights.check import check_complete
@@ -44,7 +44,7 @@ def export_hf(
         spec: the model.
         groups: groups of this rank.
         pieces: what this rank owns.
-        dtype: dtype of the files; a critic's head is float32.
+        dtype: dtype of the files; a critic's head and biases that choose experts are float32.
         value_head: the model is a critic.
         copy_from: Hugging Face directory whose configuration and tokenizer files belong to it.
 
@@ -61,6 +61,9 @@ def export_hf(
         shapes,
     )
     table = table_of(shapes, dtype)
+    for name, shape in shapes.items():
+        if name.endswith(ROUTING_BIAS):
+            table[name] = (torch.float32, shape)
     if value_head:
         # It is float32 in the model too: one row, whose precision is the values'.
         table[VALUE_HEAD] = (torch.float32, shapes[VALUE_HEAD])

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.models.rules import VALUE_HEAD
+from megarl.models.rules import ROUTING_BIAS, VALUE_HEAD
 from megarl.models.spec import ModelSpec
 from megarl.weights.region import Region
 
@@ -37,7 +37,7 @@ def random_weights(spec: ModelSpec, *, seed: int) -> Callable[[Region], Tensor]:
         name = region.tensor
         if name.endswith("norm.weight"):
             return torch.ones(region.shape)
-        if name.endswith(".bias") or name == VALUE_HEAD:
+        if name.endswith((".bias", ROUTING_BIAS)) or name == VALUE_HEAD:
             return torch.zeros(region.shape)
         is_residual = name.endswith(_RESIDUAL_PROJECTIONS)
         std = spec.init_std / math.sqrt(2 * spec.num_layers) if is_residual else spec.init_std

@@ -39,7 +39,7 @@ from megarl.config.schema.train import ATTENTION_TARGETS, COLUMN_PARALLEL_TARGET
 from megarl.errors import CheckpointError, LayoutError, ModelError
 from megarl.models.spec import ModelSpec
 from megarl.parallel.groups import ParallelGroups
-from megarl.train.megatron.model import named_parameters
+from megarl.train.megatron.model import named_weights
 from megarl.weights.checksum import add, checksums
 from megarl.weights.pieces import pieces
 from megarl.weights.region import Region
@@ -146,7 +146,7 @@ class Adapters:
         seed: of what is drawn.
 
     Raises:
-        ModelError: a target is a mixture of experts in the model.
+        ModelError: a target is a mixture of experts in the model, or its attention is latent.
         LayoutError: a pipeline stage has no layer, so that it would have nothing to train.
     """
 
@@ -191,7 +191,7 @@ class Adapters:
 
     def merged(self) -> MergedParameters:
         """The rank's parameters by the base's names, adapters merged into copies of them."""
-        return MergedParameters(_without_adapters(named_parameters(self._chunks)), self._adapters)
+        return MergedParameters(_without_adapters(named_weights(self._chunks)), self._adapters)
 
     def describe(self, regions: Sequence[Region]) -> dict[str, Any]:
         """What a checkpoint of adapters goes with: their settings and a digest of the frozen weights; collective.
@@ -201,7 +201,7 @@ class Adapters:
         """
         if self._described is not None:
             return self._described  # they never change
-        base = _without_adapters(named_parameters(self._chunks))
+        base = _without_adapters(named_weights(self._chunks))
         frozen = [region for region in regions if not base[region.local_name].requires_grad]
         shares: list[dict[str, int]] = [{}] * self._groups.layout.world_size
         dist.all_gather_object(shares, checksums(pieces(frozen, base)), group=self._groups.world)
@@ -265,6 +265,8 @@ class MergedParameters(Mapping[str, Tensor]):
 
 
 def _check(spec: ModelSpec, groups: ParallelGroups, config: LoraConfig) -> None:
+    if spec.mla is not None:
+        raise ModelError("latent attention takes no adapters", where=f"{spec.family}, lora", fix="remove lora")
     experts = [target for target in config.targets if target not in ATTENTION_TARGETS]
     if spec.moe is not None and experts:
         raise ModelError(

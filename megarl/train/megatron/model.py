@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megarl.errors import ModelError
@@ -34,7 +34,8 @@ from megarl.platform.device import Device
 from megarl.platform.packages import megatron_quiet
 from megarl.train.megatron.attention import PlannedSequences
 from megarl.train.megatron.balance import RoutedTokens
-from megarl.train.megatron.experts import expert_options, mark_experts
+from megarl.train.megatron.experts import EXPERT_BIAS, expert_options, mark_experts
+from megarl.train.megatron.latent import latent_options, latent_rows
 from megarl.train.megatron.layers import decoder_spec
 from megarl.weights.layout import check_divides
 
@@ -91,6 +92,17 @@ def named_parameters(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
     }
 
 
+def named_weights(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+    """The same, and the biases that choose experts, which are buffers: all that a checkpoint of the model holds."""
+    biases = {
+        (f"model{index}." if len(chunks) > 1 else "") + name: buffer
+        for index, chunk in enumerate(chunks)
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(EXPERT_BIAS)
+    }
+    return named_parameters(chunks) | biases
+
+
 def transformer_config(
     spec: ModelSpec,
     layout: ParallelLayout,
@@ -107,8 +119,11 @@ def transformer_config(
         raise ModelError(f"megarl does not train {spec.not_trained} yet", where=spec.family)
     _check_rope(spec)
     on_gpu = device.layer_implementation == "transformer_engine"
+    if spec.mla is not None and not on_gpu:
+        layout.check_split(latent_rows(spec.mla))
+    kind = TransformerConfig if spec.mla is None else MLATransformerConfig
     with megatron_quiet():
-        return TransformerConfig(
+        return kind(
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             ffn_hidden_size=spec.ffn_hidden_size,
@@ -117,7 +132,7 @@ def transformer_config(
             kv_channels=spec.head_dim,
             normalization="RMSNorm",
             layernorm_epsilon=spec.rms_norm_eps,
-            qk_layernorm=spec.qk_norm,
+            qk_layernorm=spec.qk_norm or (on_gpu and spec.mla is not None),
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
@@ -145,6 +160,7 @@ def transformer_config(
             overlap_p2p_comm=layout.vpp > 1,
             batch_p2p_comm=layout.vpp == 1,
             **expert_options(spec, layout, grouped=on_gpu),
+            **({} if spec.mla is None else latent_options(spec, spec.mla)),
             # Losses are summed over microbatches and ranks and divided by counts of the global minibatch.
             calculate_per_token_loss=True,
             recompute_granularity=None if recompute == "none" else recompute,
@@ -152,7 +168,7 @@ def transformer_config(
             recompute_num_layers=1 if recompute == "full" else None,
             attention_softmax_in_fp32=True,
             # Fused kernels that need CUDA, Apex or Transformer Engine, or compile.
-            apply_rope_fusion=on_gpu,
+            apply_rope_fusion=on_gpu and spec.mla is None,
             bias_activation_fusion=on_gpu,
             bias_dropout_fusion=on_gpu,
             masked_softmax_fusion=on_gpu,
@@ -213,10 +229,10 @@ class Chunk(GPTModel):
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_embeddings and head == "lm",
             position_embedding_type="rope",
-            rotary_percent=1.0,
+            rotary_percent=spec.rotary_fraction,
             rotary_base=spec.rope_theta,
-            rope_scaling=spec.rope_scaling is not None,
-            rope_scaling_factor=1.0 if spec.rope_scaling is None else spec.rope_scaling.factor,
+            rope_scaling=isinstance(spec.rope_scaling, RopeScaling),
+            rope_scaling_factor=spec.rope_scaling.factor if isinstance(spec.rope_scaling, RopeScaling) else 1.0,
             pg_collection=groups.megatron,
         )
         self.spec = spec
@@ -240,7 +256,9 @@ class Chunk(GPTModel):
         """See the class; ``routed`` reaches the routers with ``packed_seq_params``, the way each layer is told."""
         if packed_seq_params is not None and self.config.use_cpu_initialization:
             cp = self.groups.cp
-            packed_seq_params = PlannedSequences(packed_seq_params, cp_rank=cp.rank(), cp_size=cp.size())
+            packed_seq_params = PlannedSequences(
+                packed_seq_params, position_ids.flatten(), cp_rank=cp.rank(), cp_size=cp.size()
+            )
         if routed is not None:
             packed_seq_params.routed = routed  # type: ignore[union-attr]
         output: Tensor = super().forward(
@@ -263,7 +281,8 @@ class Chunk(GPTModel):
         decoder_input, rotary, *rest = super()._preprocess(
             input_ids, position_ids, *args, packed_seq_params=told, **kwargs
         )
-        if is_planned:
+        # Latent attention has a table of its own.
+        if is_planned and rotary is not None:
             rotary = rotary.index_select(0, position_ids.flatten())
         return (decoder_input, rotary, *rest)
 

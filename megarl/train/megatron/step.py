@@ -90,6 +90,8 @@ def update(
         measured: Metrics = {f"{context.prefix}/skipped_updates": Sum(0.0 if result.applied else 1.0)}
         if result.applied:
             measured[f"{context.prefix}/grad_norm"] = Mean(result.grad_norm, 1.0)
+            if context.parts.balance is not None:
+                context.parts.balance.move_biases()
         collected.append(_once(context, measured))
         collected.append({f"{context.prefix}/lr": Last(result.learning_rate)})
     return _merge_over_replicas(context, collected)

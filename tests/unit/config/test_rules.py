@@ -61,6 +61,13 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             [*GPU, "actor.lora={}", "actor.engine.fp8=null"],
         )
     ],
+    "adapters_leave_biases": [
+        (
+            "actor.engine.moe_bias_update_rate",
+            ["actor.lora={}", "actor.engine.moe_bias_update_rate=0.001"],
+            ["actor.engine.moe_bias_update_rate=0.001"],
+        )
+    ],
     "decay_has_an_end": [
         (
             "actor.optimizer.schedule.decay_steps",
@@ -106,6 +113,18 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             "critic.engine.fp8",
             [*GPU, *CRITIC, "critic.engine.fp8=e4m3", "critic.engine.dtype=float32"],
             [*GPU, *CRITIC, "critic.engine.fp8=e4m3"],
+        ),
+    ],
+    "shared_prompts_need_our_attention": [
+        (
+            "actor.engine.share_prompts",
+            [*GPU, "actor.engine.share_prompts=true"],
+            [*GPU, "actor.engine.share_prompts=false"],
+        ),
+        (
+            "critic.engine.share_prompts",
+            [*CRITIC, "critic.engine.share_prompts=true", "critic.layout.cp=2"],
+            [*CRITIC, "critic.engine.share_prompts=true"],
         ),
     ],
     "device_has_its_gpus": [

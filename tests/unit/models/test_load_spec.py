@@ -353,7 +353,20 @@ def test_deepseek_v3_is_read_whole():
     )
     assert spec.mla == LatentAttention(1536, 512, 128, 64, 128)
     assert spec.rope_scaling == YarnScaling(40.0, 4096, mscale_all_dim=1.0)
-    assert spec.not_trained == "multi-head latent attention"
+    assert spec.not_trained is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk_group": 8}, "chosen by other sums of scores"),  # one expert of a group, where DeepSeek-V3 takes two
+        ({"num_experts_per_tok": 12}, "chosen by other sums of scores"),
+        ({"norm_topk_prob": False}, "sigmoid scores are not divided"),
+        ({"rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale": 0.7, "mscale_all_dim": 0}}, "no mscale_all_dim"),
+    ],
+)
+def test_what_megatron_computes_otherwise_is_not_trained(changes, message):
+    assert message in spec_from_config({**DEEPSEEK_V3, **changes}).not_trained
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.errors import ModelError
+from megarl.models.tiny import tiny_config
 from megarl.planning.finding import errors
 from megarl.planning.known_models import known_spec
 from megarl.planning.model_fit import check_model, check_specs
@@ -31,6 +32,12 @@ QWEN2 = {
 def model(directory: Path, **changes: object) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**QWEN2, **changes}), encoding="utf-8")
+    return str(directory)
+
+
+def tiny_model(directory: Path, family: str) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(tiny_config(family)), encoding="utf-8")
     return str(directory)
 
 
@@ -138,6 +145,20 @@ def test_a_dense_model_has_no_load_to_balance(tmp_path: Path):
         "critic.engine.moe_aux_loss_coef",
     ]
     assert not errors(check_model(config(model(tmp_path / "experts", **EXPERTS), actor={"engine": engine})))
+
+
+def test_a_bias_that_no_expert_is_chosen_by_is_not_moved(tmp_path: Path):
+    engine = {"moe_bias_update_rate": 0.01}
+    (problem,) = errors(check_model(config(model(tmp_path, **EXPERTS), actor={"engine": engine})))
+    assert problem.key == "actor.engine.moe_bias_update_rate" and "no bias that chooses experts" in problem.problem
+    assert not errors(check_model(config(tiny_model(tmp_path / "glm", "glm4_moe"), actor={"engine": engine})))
+
+
+def test_latent_attention_takes_no_adapters(tmp_path: Path):
+    latent = tiny_model(tmp_path, "deepseek_v3")
+    assert not errors(check_model(config(latent)))
+    (problem,) = errors(check_model(config(latent, actor={"lora": {"targets": ["linear_proj"]}})))
+    assert problem.key == "actor.lora" and problem.fix == "set actor.lora=null"
 
 
 def test_a_router_that_megatron_has_not_is_refused(tmp_path: Path):

@@ -16,6 +16,7 @@ from megarl.train.megatron.layers import RMSNorm
 from megarl.train.megatron.model import transformer_config
 from megarl.weights.layout import megatron_regions
 from tests.distributed.models import LLAMA3, QWEN2, QWEN3
+from tests.distributed.parity import LATENT
 
 CPU = get_device("cpu")
 
@@ -32,6 +33,23 @@ def test_rope_scaling_that_megatron_fixes_is_refused(option: str, value: float) 
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(LayoutError, match="2 key-value heads do not divide by tp=4"):
         transformer_config(QWEN2, ParallelLayout(tp=4), device=CPU, dtype=torch.float32)
+
+
+def test_a_latent_that_does_not_divide_is_refused() -> None:
+    assert LATENT.mla is not None
+    spec = replace(LATENT, mla=replace(LATENT.mla, kv_lora_rank=25))
+    with pytest.raises(LayoutError, match="31 rows of the keys' and values' latent do not divide by tp=2"):
+        transformer_config(spec, ParallelLayout(tp=2, sequence_parallel=True), device=CPU, dtype=torch.float32)
+
+
+def test_latent_attention_and_its_router_arrive_in_the_configuration() -> None:
+    config = transformer_config(LATENT, ParallelLayout(), device=CPU, dtype=torch.float32)
+    assert (config.q_lora_rank, config.kv_lora_rank, config.qk_head_dim) == (20, 26, 8)
+    assert (config.qk_pos_emb_head_dim, config.v_head_dim, config.rotary_base) == (6, 10, LATENT.rope_theta)
+    assert (config.rope_type, config.rotary_scaling_factor, config.original_max_position_embeddings) == ("yarn", 4, 16)
+    assert (config.mscale, config.mscale_all_dim, config.qk_layernorm) == (0.7, 0.7, False)
+    assert (config.moe_router_num_groups, config.moe_router_group_topk) == (4, 2)
+    assert (config.moe_router_enable_expert_bias, config.moe_router_bias_update_rate) == (True, 0.0)
 
 
 def test_the_spec_arrives_in_the_configuration() -> None:

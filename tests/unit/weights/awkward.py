@@ -59,7 +59,7 @@ AWKWARD: dict[str, ModelSpec] = {
         "deepseek_v2",
         num_kv_heads=4,
         head_dim=10,
-        moe=_DEEPSEEK_EXPERTS,
+        moe=_with(_DEEPSEEK_EXPERTS, num_groups=3, top_groups=2),
         mla=LatentAttention(None, kv_lora_rank=14, nope_head_dim=6, rope_head_dim=4, v_head_dim=8),
     ),
     "deepseek_v3": awkward(
