@@ -126,7 +126,10 @@ def _qwen_30b_a3b(release: str, mean_tokens: float, step_s: float, place: Placem
 def _qwen_235b(release: str, mean_tokens: float, step_s: float, *, num_gpus: int, off: bool = False) -> PublishedRun:
     training = num_gpus // 2 if off else num_gpus
     tp, cp = (4, 1) if off else (2, 2)
-    layout = ParallelLayout(tp=tp, cp=cp, pp=8, dp=training // (8 * tp * cp), ep=16, sequence_parallel=True)
+    layout = ParallelLayout(
+        tp=tp, cp=cp, pp=8, dp=training // (8 * tp * cp), ep=16, sequence_parallel=True,
+        first_stage_layers=11, last_stage_layers=11,
+    )  # fmt: skip
     engine_tp = 8 if off else 16
     place = _engines(
         (num_gpus - training if off else num_gpus) // engine_tp, engine_tp, layout,

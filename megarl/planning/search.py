@@ -168,7 +168,7 @@ def report(
         forecast(config, spec, spec, gpu).table(),
     ]
     found = search(config, spec, gpu, num_gpus, work, one_step_off=one_step_off)
-    lines.append(f"{len(found.candidates)} placements fit; the fastest:")
+    lines.append(f"{len(found.candidates)} placements fit{'; the fastest:' if found.candidates else ''}")
     lines += [f"  {candidate.line(gpu)}" for candidate in found.candidates[:top]]
     if found.candidates:
         lines.append(f"the first: {' '.join(found.candidates[0].overrides)}")
@@ -183,13 +183,14 @@ def _candidates(
     per_node = config.cluster.gpus_per_node
     nodes = max(1, num_gpus // per_node)
     splits = [(num_gpus, num_gpus, "colocated", False)]
-    for share in SPLIT_SHARES:
-        training = round(share * nodes) * per_node
+    # Experts are dealt out over powers of two: so many nodes train as well, beside what is left.
+    for share in sorted({round(share * nodes) for share in SPLIT_SHARES} | {1 << (nodes - 1).bit_length() >> 1}):
+        training = share * per_node
         if 0 < training < num_gpus:
             splits.append((training, num_gpus - training, "split", False))
             if one_step_off:
                 splits.append((training, num_gpus - training, "split", True))
-    stages = [pp for pp in range(1, MOST_STAGES + 1) if spec.num_layers % pp == 0]
+    stages = [pp for pp in range(1, MOST_STAGES + 1) if spec.num_layers % pp == 0 or _outer(spec.num_layers, pp)]
     dealt = [1] if spec.moe is None else [ep for ep in EXPERT_DEGREES if spec.moe.num_experts % ep == 0]
     for (training, rollout, mode, off), tp, pp, ep, engine_tp, recompute in product(
         splits, DEGREES, stages, dealt, DEGREES, ("none", "full")
@@ -199,10 +200,11 @@ def _candidates(
             continue
         if training // pp % (ep * config.actor.layout.etp):
             continue
+        first, last = _outer(spec.num_layers, pp) or (None, None)
         layout = config.actor.layout.model_copy(
             update={
                 "tp": tp, "pp": pp, "dp": training // ranks, "ep": ep, "sequence_parallel": tp > 1,
-                "num_layers_in_first_stage": None, "num_layers_in_last_stage": None, "vpp": 1, "pipeline": None,
+                "num_layers_in_first_stage": first, "num_layers_in_last_stage": last, "vpp": 1, "pipeline": None,
             }
         )  # fmt: skip
         engine = config.actor.engine.model_copy(update={"recompute": recompute, "offload": mode == "colocated"})
@@ -214,6 +216,14 @@ def _candidates(
             "cluster": config.cluster.model_copy(update={"num_nodes": nodes, "placement": mode}),
         }
         yield config.model_copy(update=update), off
+
+
+def _outer(num_layers: int, pp: int) -> tuple[int, int] | None:
+    """Layers of the first and last of a power of two of stages that do not divide them: a layer or so fewer."""
+    if num_layers % pp == 0 or pp < 4 or pp & (pp - 1):
+        return None
+    rest = num_layers - (pp - 2) * -(-num_layers // pp)
+    return (rest - rest // 2, rest // 2) if rest >= 2 else None
 
 
 def _judge(config: TrainConfig, spec: ModelSpec, gpu: Gpu, work: Workload) -> str | None:
@@ -238,6 +248,8 @@ def _overrides(config: TrainConfig) -> tuple[str, ...]:
         "actor.layout.pp": layout.pp,
         "actor.layout.dp": layout.dp,
         "actor.layout.ep": layout.ep,
+        "actor.layout.num_layers_in_first_stage": layout.num_layers_in_first_stage or "null",
+        "actor.layout.num_layers_in_last_stage": layout.num_layers_in_last_stage or "null",
         "actor.layout.sequence_parallel": str(layout.sequence_parallel).lower(),
         "actor.engine.recompute": config.actor.engine.recompute,
         "actor.engine.offload": str(config.actor.engine.offload).lower(),

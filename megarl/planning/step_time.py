@@ -279,9 +279,10 @@ def _pipeline_s(
     each = mine / count
     length = round(work.prompt_tokens + work.response_tokens)
     own = each / layout.cp
-    flops = factor * spec.flops_per_token(length) * own / (layout.tp * layout.pp)
+    counts = [len(layout.layers_of_stage(spec.num_layers, stage, 0)) for stage in range(layout.pp)]
+    layers = max(counts) * layout.vpp
+    flops = factor * spec.flops_per_token(length) * own / layout.tp * layers / spec.num_layers
     slot = flops / (gpu.peak_flops * MATMUL_SHARE)
-    layers = spec.num_layers / layout.pp
     if layout.tp > 1:
         link = (
             gpu.link_bytes_per_s * LINK_SHARE

@@ -9,12 +9,13 @@ from megarl import cli
 from megarl.config.load import load_train
 from megarl.config.schema import TrainConfig
 from megarl.errors import PlanError, SetupError
+from megarl.parallel.grid import ParallelLayout
 from megarl.planning.finding import errors
 from megarl.planning.forecast import check_memory, forecast
 from megarl.planning.gpus import GPUS
 from megarl.planning.known_models import known_spec
 from megarl.planning.scaling import draw, scale, table
-from megarl.planning.search import placement_of, search, workload
+from megarl.planning.search import _outer, placement_of, search, workload
 
 H100 = GPUS["h100"]
 SMALL = known_spec("Qwen2.5-7B")
@@ -29,6 +30,9 @@ def test_what_is_found_is_sorted_fits_and_is_the_configuration_with_its_override
     found = search(config, SMALL, H100, 8, workload(config))
     seconds = [candidate.time.step_s for candidate in found.candidates]
     assert len(seconds) > 5 and seconds == sorted(seconds)
+    # 28 layers on 8 stages: fewer on the outer ones.
+    outer = {(one.placement.layout.first_stage_layers, one.placement.layout.pp) for one in found.candidates}
+    assert (2, 8) in outer and (None, 4) in outer
     for candidate in found.candidates[:3]:
         changed = load_train("grpo_7b", candidate.overrides).config
         assert placement_of(changed) == candidate.placement
@@ -42,6 +46,18 @@ def test_what_does_not_fit_has_its_reason(config: TrainConfig):
     assert any("needs more than 95% of the device's memory" in reason for reason in found.rejected)
     uneven = search(config, SMALL, H100, 8, workload(config))
     assert any("28 attention heads, found 8" in reason for reason in uneven.rejected)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "outer"),
+    [(94, 8, (11, 11)), (94, 4, (23, 23)), (61, 8, (7, 6)), (80, 8, None), (94, 2, None), (94, 6, None), (4, 16, None)],
+)
+def test_stages_that_do_not_divide_the_layers_are_smaller_outside(num_layers: int, pp: int, outer):
+    assert _outer(num_layers, pp) == outer
+    if outer is not None:
+        layout = ParallelLayout(pp=pp, first_stage_layers=outer[0], last_stage_layers=outer[1])
+        sizes = [len(layout.layers_of_stage(num_layers, stage)) for stage in range(pp)]
+        assert sum(sizes) == num_layers and sizes[0] <= max(sizes) >= sizes[-1]
 
 
 def test_split_and_one_step_off_are_looked_at(config: TrainConfig):
