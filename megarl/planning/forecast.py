@@ -269,8 +269,10 @@ def check_memory(
         problem = (
             f"a node's processes need {needed / GIB:.1f} GiB of its {host_bytes / GIB:.1f} GiB, most for {largest}"
         )
-        fix = "use more nodes, set actor.engine.offload=false where the device has room, or lower rollout.kv_cache_gib"
-        yield Finding("memory", "host memory", problem, fix)
+        fix = "use more nodes, ask Slurm for more (--mem), or set actor.engine.offload=false where the device has room"
+        # What a process takes beside its tensors is assumed: on the word of that alone no job is refused.
+        sure = needed - expected.host["processes"]
+        yield Finding("memory", "host memory", problem, fix, "error" if sure > host_bytes else "warning")
 
 
 def _key(config: TrainConfig | SftConfig, phase: str, parts: dict[str, int]) -> str:

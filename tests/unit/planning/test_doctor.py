@@ -263,7 +263,9 @@ BROKEN = {
         ("rollout.gpu_memory_utilization=0.01",),
     ),
     "a host too small": Broken(
-        "host memory", "most for processes", "more nodes", around=Surroundings(host_bytes=2**30)
+        "host memory", "processes need", "more nodes",
+        ("actor.engine.offload=true",), config_with(hidden_size=4096, intermediate_size=16384),
+        Surroundings(host_bytes=2**30),
     ),
     # disk and setup
     "a run directory that is a file": Broken("run.dir", "is a file", "another run.dir", ("run.dir=CONFIG",)),
@@ -391,6 +393,11 @@ def test_without_the_critic_the_policy_is_judged_nevertheless(sound: Path):
     keys = [finding.key.partition("=")[0] for finding in errors(diagnosis.findings)]
     assert "critic.path" in keys and "actor.layout.tp" in keys
     assert any("critic.path: its weights" in text for text in diagnosis.unchecked)
+
+
+def test_what_is_assumed_of_processes_refuses_no_job(sound: Path):
+    found = examine(sound, around=Surroundings(host_bytes=2**30)).findings
+    assert [finding.level for finding in found if finding.key == "host memory"] == ["warning"]
 
 
 def test_a_job_knows_the_memory_of_its_node():
