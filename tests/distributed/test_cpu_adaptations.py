@@ -223,7 +223,9 @@ def test_every_adaptation_has_an_operation_that_needs_it() -> None:
     assert all(adaptation.reason for adaptation in ADAPTATIONS)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "latent-attention" else ()) for name in OPERATIONS]
+)
 def test_megatron_fails_without_the_adaptation_and_works_with_it(name: str) -> None:
     operation, layout, expected = OPERATIONS[name]
     # A pool of its own: adaptations cannot be undone.

@@ -123,7 +123,7 @@ def move(rank: Rank, recompute: str) -> list[tuple[Tensor, Tensor]]:
     return [(router.expert_bias.clone(), counts[router.layer_number]) for router in routers]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_bias_moves_against_the_load(ranks: RankPool, recompute: str) -> None:
     (moved,) = ranks(1).run(move, recompute)
     assert len(moved) == BIASED.num_expert_layers

@@ -69,6 +69,7 @@ MODELS |= {
 }
 EXPERT_MODELS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
 QUICK_EXPERT_MODELS = EXPERT_MODELS[:3]
+QUICK_LATENT = ("deepseek_v3", "one")
 DENSE_MODELS = [name for name in MODELS if name not in EXPERT_MODELS]
 LAYOUTS = {
     "tp1-pp1": ParallelLayout(),
@@ -232,7 +233,7 @@ def test_logits_are_those_of_transformers(
             name,
             EXPERT_LAYOUTS[layout],
             id=f"{name}-{layout}",
-            marks=() if name in QUICK_EXPERT_MODELS or layout == "one" else pytest.mark.slow,
+            marks=() if name in QUICK_EXPERT_MODELS or (name, layout) == QUICK_LATENT else pytest.mark.slow,
         )
         for name, layout in product(EXPERT_MODELS, EXPERT_LAYOUTS)
     ],

@@ -89,6 +89,7 @@ def test_an_update_of_other_families_does_not_depend_on_the_layout(ranks: RankPo
     compare(ranks, replace(layout, model=model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["latent", "biased"])
 def test_biases_move_with_an_update(ranks: RankPool, model: str) -> None:
     """Two updates of 0.02 towards an even load: what the comparison with one rank compares is not zero."""

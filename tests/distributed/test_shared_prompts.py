@@ -10,18 +10,23 @@ from torch import Tensor
 
 from megarl.data.batch import Batch
 from megarl.errors import ModelError
+from megarl.models.spec import ModelSpec
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
 from megarl.weights.pieces import assemble
 from tests.distributed.engines import ROWS, make_engine, owned_weights, policy_update, recorded_batch, replica
 from tests.distributed.models import QWEN2
+from tests.distributed.parity import EXPERTS, LATENT
 from tests.distributed.ranks import Rank, RankPool
 
-LAYOUTS = {
-    "one": ParallelLayout(),
-    "tp2-sp": ParallelLayout(tp=2, sequence_parallel=True),
-    "pp2": ParallelLayout(pp=2),
-    "dp2": ParallelLayout(dp=2),
+EP2 = ParallelLayout(tp=2, ep=2, sequence_parallel=True)
+CASES = {
+    "one": (QWEN2, ParallelLayout()),
+    "tp2-sp": (QWEN2, ParallelLayout(tp=2, sequence_parallel=True)),
+    "pp2": (QWEN2, ParallelLayout(pp=2)),
+    "dp2": (QWEN2, ParallelLayout(dp=2)),
+    "experts": (EXPERTS, EP2),
+    "latent": (LATENT, EP2),
 }
 
 
@@ -31,9 +36,10 @@ def grouped_batch() -> Batch:
     return batch.replace(prompts=batch.ragged("prompts").select([row // 4 * 4 for row in range(ROWS)]))
 
 
-def train(rank: Rank, layout: ParallelLayout, share: bool | None, cap: int) -> tuple[Any, Any, list[Any]]:
+def train(rank: Rank, spec: ModelSpec, layout: ParallelLayout, share: bool, cap: int) -> tuple[Any, Any, list[Any]]:
     groups = rank.start(layout)
-    engine = make_engine(QWEN2, groups, cap=cap, share_prompts=share)
+    balance = {} if spec.moe is None else {"moe_aux_loss_coef": 0.05}
+    engine = make_engine(spec, groups, cap=cap, share_prompts=share, **balance)
     batch, minibatches = replica(grouped_batch(), groups)
     columns = engine.log_probs(batch, with_entropy=True)
     metrics = engine.update_policy(batch, policy_update(), minibatches)
@@ -71,11 +77,13 @@ def outcome(results: list[Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
     return metrics[0], assemble(piece for _, _, pieces in results for piece in pieces)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if CASES[name][0] is QWEN2 else pytest.mark.slow) for name in CASES]
+)
 def test_sharing_changes_neither_log_probs_nor_updates(ranks: RankPool, name: str) -> None:
-    layout = LAYOUTS[name]
-    (alone,) = ranks(1).run(train, ParallelLayout(), False, 1000)
-    results = ranks(layout.world_size).run(train, layout, True, 60)
+    spec, layout = CASES[name]
+    (alone,) = ranks(1).run(train, spec, ParallelLayout(), False, 1000)
+    results = ranks(layout.world_size).run(train, spec, layout, True, 60)
     if layout.dp == 1:
         (columns,) = [columns for columns, _, _ in results if columns is not None]
         for column, expected in alone[0].items():
