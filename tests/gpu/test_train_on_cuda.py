@@ -27,7 +27,7 @@ def groups(tmp_path) -> Iterator[object]:
     bootstrap.stop()
 
 
-def make(groups, dtype="bfloat16", lora=None, **engine):
+def make(groups, dtype="bfloat16", lora=None, spec=None, **engine):
     from dataclasses import replace
 
     from megarl.config.schema.train import EngineConfig, OptimizerConfig
@@ -36,7 +36,7 @@ def make(groups, dtype="bfloat16", lora=None, **engine):
 
     # Transformer Engine's fused attention wants head dims in multiples of eight and at least sixteen.
     # FP8 wants every side in multiples of sixteen.
-    spec = replace(QWEN2, hidden_size=128, head_dim=32, ffn_hidden_size=288)
+    spec = replace(QWEN2, hidden_size=128, head_dim=32, ffn_hidden_size=288) if spec is None else spec
     return MegatronEngine(
         "actor",
         spec,
@@ -69,6 +69,27 @@ def test_packing_changes_no_log_prob(groups):
     together = engine.log_probs(batch)["log_probs"]
     alone = [engine.log_probs(batch.select([row]))["log_probs"][0] for row in range(len(batch))]
     torch.testing.assert_close(together.values, torch.cat(alone), rtol=0, atol=1e-3)
+
+
+def test_latent_attention_and_biased_experts_do_not_depend_on_the_pack(groups):
+    from dataclasses import replace
+
+    from tests.distributed.engines import policy_update, recorded_batch
+    from tests.distributed.parity import LATENT
+
+    # Head dims of DeepSeek-V3, for which Transformer Engine has kernels.
+    mla = replace(LATENT.mla, q_lora_rank=64, kv_lora_rank=64, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
+    moe = replace(LATENT.moe, ffn_hidden_size=64, shared_ffn_hidden_size=64)
+    spec = replace(LATENT, hidden_size=128, head_dim=192, ffn_hidden_size=288, mla=mla, moe=moe)
+    engine = make(groups, spec=spec, moe_bias_update_rate=0.01)
+    batch = recorded_batch(spec.vocab_size)
+    together = engine.log_probs(batch)["log_probs"]
+    alone = [engine.log_probs(batch.select([row]))["log_probs"][0] for row in range(len(batch))]
+    torch.testing.assert_close(together.values, torch.cat(alone), rtol=0, atol=1e-2)
+    engine.update_policy(batch, policy_update(), [list(range(len(batch)))])
+    biases = [value for name, value in engine.parameters().items() if name.endswith("expert_bias")]
+    assert len(biases) == spec.num_expert_layers
+    assert all(bias.dtype == torch.float32 and bias.abs().max() == 0.01 for bias in biases)
 
 
 def test_offload_frees_the_device_and_changes_nothing(groups):
