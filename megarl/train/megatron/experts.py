@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from megarl.errors import LayoutError
@@ -74,6 +75,20 @@ def expert_options(spec: ModelSpec, layout: ParallelLayout, *, grouped: bool) ->
 def are_grouped(names: Iterable[str]) -> bool:
     """Whether parameters of these names hold all experts of a rank in one module."""
     return any(EXPERTS + "linear_fc" in name for name in names)
+
+
+def leave_counting_to_us(model: nn.Module) -> None:
+    """Keep Megatron-Core's routers from counting tokens for their own update of the bias that chooses experts.
+
+    ``balance.py`` counts them, without padding. Megatron-Core compiles its count at the first use in every process
+    (``jit_fuser``, transformer/moe/router.py:531 in 0.16.1): seconds, and a compiler where there may be none.
+    """
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._apply_expert_bias = _count_nothing
+
+
+def _count_nothing(*_: Any, **__: Any) -> None: ...
 
 
 def mark_experts(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ from megarl.platform.device import Device
 from megarl.platform.packages import megatron_quiet
 from megarl.train.megatron.attention import PlannedSequences
 from megarl.train.megatron.balance import RoutedTokens
-from megarl.train.megatron.experts import EXPERT_BIAS, expert_options, mark_experts
+from megarl.train.megatron.experts import EXPERT_BIAS, expert_options, leave_counting_to_us, mark_experts
 from megarl.train.megatron.latent import latent_options, latent_rows
 from megarl.train.megatron.layers import decoder_spec
 from megarl.weights.layout import check_divides
@@ -240,6 +240,7 @@ class Chunk(GPTModel):
         self.head = head
         _mark_shards(self)
         mark_experts(self)
+        leave_counting_to_us(self)
         if head == "value" and self.post_process:
             self.output_layer = ValueHead(config, spec.hidden_size)
 
