@@ -69,16 +69,40 @@ def ray_start(args: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def refuses(address: str) -> bool:
-    """Whether a machine that is there says that nobody listens at an address; one that says nothing may be busy."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=LOOK_S).close()
-    except ConnectionRefusedError:
+class Head:
+    """The head as another node sees it: not up yet, there, silent or gone.
+
+    Args:
+        address: IP:PORT.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._was_there = False
+        self._refusals = 0
+        self._next_look = time.monotonic() + LOOK_S
+
+    def has_gone(self) -> bool:
+        """Whether its machine said twice in a row that nobody listens any more; looks every ``LOOK_S`` at most."""
+        if time.monotonic() < self._next_look:
+            return False
+        listens = self.listens()
+        self._next_look = time.monotonic() + LOOK_S
+        self._was_there |= listens is True
+        self._refusals = self._refusals + 1 if self._was_there and listens is False else 0
+        return self._refusals >= 2
+
+    def listens(self) -> bool | None:
+        """Whether somebody does; None where the machine says nothing, as one that is busy does."""
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=LOOK_S).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError as error:
+            logger.debug("%s does not answer: %s", self._address, error)
+            return None
         return True
-    except OSError as error:
-        logger.debug("%s does not answer: %s", address, error)
-    return False
 
 
 def main() -> int:
@@ -100,19 +124,15 @@ def main() -> int:
     children = Children()
     children.forward([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], None)
     ray = children.start("ray", ray_start(args), environment=env.copy())
-    refusals, next_look = 0, time.monotonic() + LOOK_S
+    head = Head(args.address)
     try:
         while children.received is None:
             if children.first_exit([ray], deadline_s=0.2) is not None:
                 logger.error("ray ended by itself with exit code %s", ray.process.returncode)
                 return ray.process.returncode or 1
-            if args.head or time.monotonic() < next_look:
-                continue
-            refusals = refusals + 1 if refuses(args.address) else 0
-            if refusals == 2:
+            if not args.head and head.has_gone():
                 logger.error("the head at %s has gone", args.address)
                 return 1
-            next_look = time.monotonic() + LOOK_S
         return 0
     finally:
         children.end_all()
