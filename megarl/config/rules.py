@@ -150,6 +150,15 @@ def adapters_leave_biases(config: AnyConfig) -> Iterator[Breach]:
             yield Breach((f"{role}.engine.moe_bias_update_rate", f"{role}.lora"), "0 with adapters")
 
 
+def gather_overlaps_in_buckets(config: AnyConfig) -> Iterator[Breach]:
+    """Weights are gathered where the distributed optimizer left parts of them, in overlapped reduction's buckets."""
+    for role, part in _trained(config):
+        optimizer, prefix = part.optimizer, f"{role}.optimizer"
+        if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
+            keys = tuple(f"{prefix}.{name}" for name in ("overlap_param_gather", "distributed", "overlap_grad_reduce"))
+            yield Breach(keys, "distributed and overlap_grad_reduce with overlap_param_gather")
+
+
 def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
     """The cap of a microbatch is never exceeded, so the longest sequence must fit into it, with its padding."""
     longest, lengths = _longest(config)
@@ -374,6 +383,7 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     adapters_train_by_element,
     adapters_multiply_like_their_base,
     adapters_leave_biases,
+    gather_overlaps_in_buckets,
     microbatch_holds_longest_sequence,
     fp8_multiplies_bfloat16,
     shared_prompts_need_our_attention,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,14 @@ from megarl.config.schema.train import EngineConfig, OptimizerConfig
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
 from megarl.platform.device import get_device
+from megarl.train.engine import ValueUpdate
+from megarl.train.megatron import reduction
 from megarl.train.megatron.engine import MegatronEngine
-from tests.distributed.engines import policy_update, recorded_batch, replica
+from tests.distributed.engines import make_engine, policy_update, recorded_batch, replica
 from tests.distributed.models import QWEN2
 from tests.distributed.ranks import Rank, RankPool
+
+SPEC = replace(QWEN2, num_layers=4, tied_embeddings=False)
 
 
 def train(rank: Rank, layout: ParallelLayout, recompute: Any, **options: Any) -> Any:
@@ -28,6 +35,73 @@ def train(rank: Rank, layout: ParallelLayout, recompute: Any, **options: Any) ->
     batch, minibatches = replica(recorded_batch(QWEN2.vocab_size), groups)
     metrics = [engine.update_policy(batch, policy_update(), minibatches) for _ in range(2)]
     return [values(one) for one in metrics if one is not None], [piece.clone() for _, piece in engine.pieces()]
+
+
+def train_gathering(rank: Rank, layout: ParallelLayout, head: Any, optimizer: dict[str, Any], directory: Path) -> Any:
+    """What two steps compute and what is read between them: log-probs, weights, a checkpoint, and what it continues."""
+    groups = rank.start(layout)
+    kept, reduction.BUCKET_ELEMENTS = reduction.BUCKET_ELEMENTS, 3000  # several buckets, the head's among them
+    try:
+        engine = make_engine(SPEC, groups, head=head, optimizer=optimizer)
+    finally:
+        reduction.BUCKET_ELEMENTS = kept
+    batch, minibatches = replica(recorded_batch(SPEC.vocab_size), groups)
+    found: list[Any] = []
+
+    def look(*methods: Callable[[], Any]) -> None:
+        for method in methods:
+            found.append(method())
+
+    def update() -> Any:
+        if head == "value":
+            return told(engine.update_values(batch, ValueUpdate(0.2), minibatches))
+        return told(engine.update_policy(batch, policy_update(), minibatches))
+
+    def passed() -> Any:
+        column = engine.values(batch) if head == "value" else engine.log_probs(batch)
+        return None if column is None else (column if head == "value" else column["log_probs"]).values
+
+    def weights() -> Any:
+        return [piece.clone() for _, piece in engine.pieces()]
+
+    look(update, passed, update, weights, passed, update)
+    engine.save(directory)
+    look(update, weights)
+    engine.load(directory)
+    look(weights, passed, update, passed)
+    return found
+
+
+def told(metrics: Any) -> Any:
+    return None if metrics is None else values(metrics)
+
+
+@pytest.mark.parametrize(
+    ("layout", "head"),
+    [
+        (ParallelLayout(dp=2), "lm"),
+        (ParallelLayout(dp=2), "value"),
+        pytest.param(ParallelLayout(dp=2, pp=2), "lm", marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(dp=2, pp=2, vpp=2), "lm", marks=pytest.mark.slow),
+    ],
+    ids=["dp2", "dp2-value", "dp2-pp2", "dp2-pp2-vpp2"],
+)
+def test_weights_gathered_in_the_next_pass_are_the_same(
+    ranks: RankPool, layout: ParallelLayout, head: str, tmp_path: Path
+):
+    overlap = {"overlap_grad_reduce": True}
+    size = layout.world_size
+    expected = ranks(size).run(train_gathering, layout, head, overlap, tmp_path / "after")
+    overlap["overlap_param_gather"] = True
+    found = ranks(size).run(train_gathering, layout, head, overlap, tmp_path / "within")
+    for one, other in zip(expected, found, strict=True):
+        assert all(map(same, one, other))
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return all(map(same, one, other)) if isinstance(one, list) else bool(one == other)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -52,6 +52,9 @@ class OptimizerConfig(StrictModel):
     """Shard optimizer state over data-parallel ranks (Megatron's distributed optimizer; adam only)."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks in buckets while the last microbatch's backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather the weights of an update from data-parallel ranks in buckets while the next pass runs; needs
+    distributed and overlap_grad_reduce."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
 

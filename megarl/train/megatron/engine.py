@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
 from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
@@ -40,13 +39,13 @@ from megarl.train.megatron.forward import (
     TokenOutputs,
     configure_schedule,
     forward_only,
-    overlap_reduction,
 )
 from megarl.train.megatron.initialize import random_weights
 from megarl.train.megatron.lora import Adapters
 from megarl.train.megatron.model import build_model, named_weights
 from megarl.train.megatron.objectives import Objective, PolicyObjective, SftObjective, ValueObjective
 from megarl.train.megatron.optimizer import Optimizer
+from megarl.train.megatron.reduction import reducing
 from megarl.weights.check import detect_naming
 from megarl.weights.files.safetensors_reader import SafetensorsReader, check_model, load_into
 from megarl.weights.layout import megatron_regions
@@ -121,7 +120,7 @@ class MegatronEngine:
         self._chunks: list[torch.nn.Module] = list(self._modules)
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
-            self._chunks = _reducing(self._modules, optimizer)
+            self._chunks = reducing(self._modules, optimizer)
             self.optimizer = Optimizer(
                 self._chunks,
                 optimizer,
@@ -151,6 +150,7 @@ class MegatronEngine:
                 engine.share_prompts, own_attention=device.layer_implementation == "local", cp=groups.layout.cp
             ),
             balance=balance,
+            gathers_weights=optimizer is not None and optimizer.overlap_param_gather,
         )
 
     # -- passes without gradients ------------------------------------------------------------------------------------
@@ -238,8 +238,11 @@ class MegatronEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """This rank's parameters by Megatron's name, adapters merged into copies of the weights."""
-        self._require_onload()
+        """This rank's parameters by Megatron's name, adapters merged into copies of the weights.
+
+        Collective over data-parallel ranks the first time after an update whose weights are not gathered yet.
+        """
+        self._require_weights()
         return named_weights(self._modules) if self._adapters is None else self._adapters.merged()
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -301,7 +304,7 @@ class MegatronEngine:
         Returns:
             this rank's seconds by part of the save, of those parts that are done.
         """
-        self._require_onload()
+        self._require_weights()
         if self._save is not None:
             raise TrainError(
                 "a save is under way", where=f"{self.role} rank {self.groups.rank}", fix="finish_save first"
@@ -342,7 +345,7 @@ class MegatronEngine:
 
         ``fresh`` names parts to leave as they are: optimizer, scheduler, rng.
         """
-        self._require_onload()
+        self._require_weights()
         counters, rng_state = checkpoint.load(
             Path(directory),
             self._modules,
@@ -379,6 +382,8 @@ class MegatronEngine:
 
     def offload(self) -> Moved:
         """Move weights and optimizer state to host memory; nothing to do where that is the device."""
+        if not self._offloader.is_offloaded:
+            self._require_weights()
         return self._offloader.offload() if self.device.name != "cpu" else Moved()
 
     def onload(self) -> Moved:
@@ -390,6 +395,12 @@ class MegatronEngine:
             raise TrainError(
                 "the weights are in host memory", where=f"{self.role} rank {self.groups.rank}", fix="call onload first"
             )
+
+    def _require_weights(self) -> None:
+        """Whole weights on the device: an update may have left them to the next pass to gather."""
+        self._require_onload()
+        if self.optimizer is not None:
+            self.optimizer.gather_weights()
 
     def state_summary(self) -> StateSummary:
         """Bytes this rank holds on its device."""
@@ -404,17 +415,3 @@ class MegatronEngine:
             gradients_bytes=offload.total_bytes(gradients),
             optimizer_bytes=offload.total_bytes(own_states),
         )
-
-
-def _reducing(modules: Sequence[torch.nn.Module], optimizer: OptimizerConfig) -> list[torch.nn.Module]:
-    """Each module with gradient buffers that are reduced over data parallelism."""
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=optimizer.distributed,
-        overlap_grad_reduce=optimizer.overlap_grad_reduce,
-        bucket_size=None,  # Megatron's own choice
-    )
-    chunks: list[torch.nn.Module] = [DistributedDataParallel(module.config, config, module) for module in modules]
-    if optimizer.overlap_grad_reduce:
-        overlap_reduction(chunks)
-    return chunks

@@ -30,6 +30,7 @@ from megarl.train.megatron.balance import ExpertBalance, routed_tokens
 from megarl.train.megatron.heads import vocab_log_probs
 from megarl.train.megatron.microbatch import ContextSlice, Microbatch, build, level, plan_rows
 from megarl.train.megatron.model import Chunk
+from megarl.train.megatron.reduction import wait_for
 
 Result = TypeVar("Result")
 
@@ -88,6 +89,7 @@ class ModelParts:
         quantizing: modules that keep FP8 copies of weights while a pass lasts.
         shares_prompts: the core attention takes rows with a prompt in common (``SharedSequences``).
         balance: of the experts; None in a dense model, and in one that is not trained.
+        gathers_weights: an update leaves weights for the next pass to gather (``reduction.py``).
     """
 
     chunks: Sequence[nn.Module]
@@ -105,6 +107,7 @@ class ModelParts:
     quantizing: Sequence[nn.Module] = ()
     shares_prompts: bool = False
     balance: ExpertBalance | None = None
+    gathers_weights: bool = False
 
     @property
     def token_multiple(self) -> int:
@@ -149,17 +152,6 @@ def configure_schedule(config: Any) -> None:
     if not config.calculate_per_token_loss:
         raise AssertionError("the model's configuration would average losses over microbatches and ranks")
     config.finalize_model_grads_func = _finalize_undivided
-
-
-def overlap_reduction(chunks: Sequence[Any]) -> None:
-    """Let the schedules reduce gradients while the last microbatch's backward pass runs, and not before it.
-
-    Args:
-        chunks: wrapped in DistributedDataParallel with ``overlap_grad_reduce``.
-    """
-    waits = [chunk.no_sync for chunk in chunks]
-    for chunk in chunks:
-        chunk.module.config.no_sync_func = waits if len(waits) > 1 else waits[0]
 
 
 def _finalize_undivided(chunks: list[nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
@@ -277,9 +269,12 @@ def token_outputs(parts: ModelParts, output: Tensor, microbatch: Microbatch, opt
     squares = None
     if options.with_sum_pi_squared:
         squares = torch.zeros(len(microbatch.targets), dtype=torch.float32, device=parts.device)
+    weight = parts.module.output_weight()
+    if parts.gathers_weights:
+        wait_for(parts.chunks[-1], weight)
     log_probs, entropy = vocab_log_probs(
         hidden,
-        parts.module.output_weight(),
+        weight,
         microbatch.targets,
         vocab_size=parts.vocab_size,
         positions=microbatch.positions,

@@ -80,6 +80,7 @@ class Optimizer:
         self.num_skipped_in_a_row = 0
         self._tensors = {} if tensors is None else tensors
         self._not_finite: dict[str, int] = {}
+        self._has_parts_only = False
         self.next_learning_rate()  # an impossible schedule fails here, not at the end of a warm-up
         if config.kind == "muon":
             _require_muon()
@@ -129,10 +130,21 @@ class Optimizer:
             group["lr"] = rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
         self.megatron.step_with_ready_grads()
+        self._has_parts_only = self.config.overlap_param_gather
         self.num_updates += 1
         self.num_skipped_in_a_row = 0
         self._not_finite.clear()
         return UpdateResult(grad_norm, rate, applied=True)
+
+    def gather_weights(self) -> None:
+        """Make all of a rank's weights those of the last update, if that left them to the next pass; else nothing.
+
+        Collective over data-parallel ranks (``overlap_param_gather``).
+        """
+        if self._has_parts_only:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._has_parts_only = False
 
     def _skip(self) -> None:
         self.num_skipped += 1

@@ -10,6 +10,7 @@ from megarl.errors import ConfigError
 from tests.unit.config.layout_rules import CRITIC, LAYOUT_CASES
 
 GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
+PLAIN = ["critic.optimizer.distributed=false"]
 TP = ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"]
 LINEAR = "actor.optimizer.schedule.kind=linear"
 WSD = "actor.optimizer.schedule.kind=wsd"
@@ -105,6 +106,23 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             "actor.engine.microbatch_tokens",
             [*TP, "data.max_prompt_tokens=1025", "actor.engine.microbatch_tokens=2049"],
             [*TP, "data.max_prompt_tokens=1025", "actor.engine.microbatch_tokens=2050"],
+        ),
+    ],
+    "gather_overlaps_in_buckets": [
+        (
+            "actor.optimizer.overlap_param_gather",
+            ["actor.optimizer.overlap_param_gather=true"],
+            ["actor.optimizer.overlap_param_gather=true", "actor.optimizer.overlap_grad_reduce=true"],
+        ),
+        (
+            "critic.optimizer.overlap_param_gather",
+            [
+                *CRITIC,
+                "critic.optimizer.overlap_param_gather=true",
+                "critic.optimizer.overlap_grad_reduce=true",
+                *PLAIN,
+            ],
+            [*CRITIC, "critic.optimizer.overlap_param_gather=true", "critic.optimizer.overlap_grad_reduce=true"],
         ),
     ],
     "fp8_multiplies_bfloat16": [
