@@ -48,6 +48,12 @@ def _training(role: str) -> tuple[Switch, ...]:
         Switch(f"{optimizer}.momentum", f"{optimizer}.kind", _equals("sgd", "muon"), "kind sgd or muon"),
         Switch(f"{role}.engine.fp8_recipe", f"{role}.engine.fp8", lambda fp8: fp8 is not None, "an fp8 format"),
         Switch(f"{role}.engine.offload", "cluster.device", _equals("cuda"), "device cuda"),
+        Switch(f"{role}.engine.offload", "cluster.placement", _equals("colocated"), "placement colocated"),
+        Switch(f"{optimizer}.overlap_cpu_offload", f"{optimizer}.cpu_offload_fraction", bool, "a share on the host"),
+        *(
+            Switch(f"{optimizer}.{name}", f"{optimizer}.precision_aware", bool, "precision_aware")
+            for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
+        ),
     )
 
 

@@ -2,8 +2,8 @@
 
 A rule gets the validated configuration and yields a ``Breach`` for each way it is broken: the keys involved and what
 was expected of them. Values and origins are looked up by key, so a message cannot disagree with the configuration.
-``algorithm_rules.py`` has those of the algorithm. What needs the model's own numbers (heads, layers) is
-``planning/doctor.py``.
+``algorithm_rules.py`` and ``optimizer_rules.py`` have those of these sections. What needs the model's own numbers
+(heads, layers) is ``planning/doctor.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 
 from megarl.config.algorithm_rules import ALGORITHM_RULES
 from megarl.config.breach import AnyConfig, Breach
+from megarl.config.optimizer_rules import OPTIMIZER_RULES, trained
 from megarl.config.schema import SftConfig, TrainConfig
 from megarl.config.schema.data import FileSource, GymSource
-from megarl.config.schema.roles import ActorConfig, CriticConfig
+from megarl.config.schema.train import EngineConfig
 from megarl.errors import LayoutError
 from megarl.parallel.grid import pipeline_stages
 
@@ -37,25 +38,19 @@ def _named(name: str, breaches: Iterator[Breach]) -> Iterator[Breach]:
     return (Breach(breach.keys, breach.expected, name) for breach in breaches)
 
 
-def _trained(config: AnyConfig) -> Iterator[tuple[str, ActorConfig | CriticConfig]]:
-    yield "actor", config.actor
-    if isinstance(config, TrainConfig) and config.critic is not None:
-        yield "critic", config.critic
-
-
 # Rules of every run
 
 
 def sequence_parallel_needs_tp(config: AnyConfig) -> Iterator[Breach]:
     """Sequence parallelism splits over tensor-parallel ranks; with one there is nothing to split."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         if part.layout.sequence_parallel and part.layout.tp == 1:
             yield Breach((f"{role}.layout.sequence_parallel", f"{role}.layout.tp"), "tp > 1 with sequence_parallel")
 
 
 def experts_divide_a_stage(config: AnyConfig) -> Iterator[Breach]:
     """Experts are shared out over the ranks of a pipeline stage, in groups of ep * etp."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         layout = part.layout
         ranks = layout.world_size // layout.pp
         if ranks % (layout.ep * layout.etp):
@@ -65,7 +60,7 @@ def experts_divide_a_stage(config: AnyConfig) -> Iterator[Breach]:
 
 def uneven_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
     """Layers of a first or last stage mean something with two stages or more."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         for name in ("num_layers_in_first_stage", "num_layers_in_last_stage"):
             if getattr(part.layout, name) is not None and part.layout.pp == 1:
                 yield Breach((f"{role}.layout.{name}", f"{role}.layout.pp"), "pp > 1 with uneven stages")
@@ -73,14 +68,14 @@ def uneven_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
 
 def virtual_stages_need_pipeline(config: AnyConfig) -> Iterator[Breach]:
     """Virtual stages take turns on pipeline stages, of which there are two or more."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         if part.layout.vpp > 1 and part.layout.pp == 1:
             yield Breach((f"{role}.layout.vpp", f"{role}.layout.pp"), "pp > 1 with vpp > 1")
 
 
 def spelled_pipeline_is_whole(config: AnyConfig) -> Iterator[Breach]:
     """A spelled pipeline has a stage for each of pp * vpp, and is the only word on their layers."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         layout, key = part.layout, f"{role}.layout.pipeline"
         if layout.pipeline is None:
             continue
@@ -95,74 +90,38 @@ def spelled_pipeline_is_whole(config: AnyConfig) -> Iterator[Breach]:
             )
 
 
-def decay_has_an_end(config: AnyConfig) -> Iterator[Breach]:
-    """A decay ends after the warm-up, at a rate not above the peak; a cooldown fits between the two."""
-    for role, part in _trained(config):
-        schedule, prefix = part.optimizer.schedule, f"{role}.optimizer.schedule"
-        if schedule.kind == "constant":
-            continue
-        if schedule.min_lr > part.optimizer.lr:
-            yield Breach((f"{prefix}.min_lr", f"{role}.optimizer.lr"), "min_lr <= lr")
-        if schedule.kind == "inverse_sqrt" or schedule.decay_steps is None:
-            continue
-        left = schedule.decay_steps - schedule.warmup_steps
-        if left <= 0:
-            keys = (f"{prefix}.decay_steps", f"{prefix}.kind", f"{prefix}.warmup_steps")
-            yield Breach(keys, f"decay_steps > warmup_steps for a {schedule.kind} schedule")
-        elif schedule.kind == "wsd" and schedule.cooldown_steps is not None and schedule.cooldown_steps > left:
-            keys = (f"{prefix}.cooldown_steps", f"{prefix}.decay_steps", f"{prefix}.warmup_steps")
-            yield Breach(keys, "cooldown_steps <= decay_steps - warmup_steps")
-
-
-def only_adam_is_sharded(config: AnyConfig) -> Iterator[Breach]:
-    """Megatron's distributed optimizer shards Adam's state; SGD and Muon have theirs on every data-parallel rank."""
-    for role, part in _trained(config):
-        if part.optimizer.kind != "adam" and part.optimizer.distributed:
-            keys = (f"{role}.optimizer.distributed", f"{role}.optimizer.kind")
-            yield Breach(keys, f"distributed=false with kind {part.optimizer.kind}")
-
-
 def adapters_are_on_layers_once(config: AnyConfig) -> Iterator[Breach]:
     """A second adapter on a layer would be one of a higher rank."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         if part.lora is not None and len(set(part.lora.targets)) < len(part.lora.targets):
             yield Breach((f"{role}.lora.targets",), "each layer once")
 
 
 def adapters_train_by_element(config: AnyConfig) -> Iterator[Breach]:
     """Muon orthogonalizes the update of a whole matrix, which a factor of a change is not."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         if part.lora is not None and part.optimizer.kind == "muon":
             yield Breach((f"{role}.optimizer.kind", f"{role}.lora"), "adam or sgd with adapters")
 
 
 def adapters_multiply_like_their_base(config: AnyConfig) -> Iterator[Breach]:
     """Frozen weights under FP8 have not been tried with Transformer Engine."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         if part.lora is not None and part.engine.fp8 is not None:
             yield Breach((f"{role}.engine.fp8", f"{role}.lora"), "no FP8 with adapters")
 
 
 def adapters_leave_biases(config: AnyConfig) -> Iterator[Breach]:
     """Biases that choose experts are the base's, which the reference policy shares."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         if part.lora is not None and part.engine.moe_bias_update_rate:
             yield Breach((f"{role}.engine.moe_bias_update_rate", f"{role}.lora"), "0 with adapters")
-
-
-def gather_overlaps_in_buckets(config: AnyConfig) -> Iterator[Breach]:
-    """Weights are gathered where the distributed optimizer left parts of them, in overlapped reduction's buckets."""
-    for role, part in _trained(config):
-        optimizer, prefix = part.optimizer, f"{role}.optimizer"
-        if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
-            keys = tuple(f"{prefix}.{name}" for name in ("overlap_param_gather", "distributed", "overlap_grad_reduce"))
-            yield Breach(keys, "distributed and overlap_grad_reduce with overlap_param_gather")
 
 
 def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
     """The cap of a microbatch is never exceeded, so the longest sequence must fit into it, with its padding."""
     longest, lengths = _longest(config)
-    for role, part in _trained(config):
+    for role, part in trained(config):
         layout, engine = part.layout, part.engine
         ranks = layout.cp * (layout.tp if layout.sequence_parallel else 1)
         multiple = math.lcm(2 * layout.cp if layout.cp > 1 else 1, ranks * engine.fp8_multiple)
@@ -181,7 +140,7 @@ def microbatch_holds_longest_sequence(config: AnyConfig) -> Iterator[Breach]:
 
 def fp8_multiplies_bfloat16(config: AnyConfig) -> Iterator[Breach]:
     """Transformer Engine's FP8 runs on GPUs, between bfloat16 weights and activations."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         if part.engine.fp8 is None:
             continue
         if config.cluster.device == "cpu":
@@ -192,7 +151,7 @@ def fp8_multiplies_bfloat16(config: AnyConfig) -> Iterator[Breach]:
 
 def shared_prompts_need_our_attention(config: AnyConfig) -> Iterator[Breach]:
     """Transformer Engine takes sequences one after another; context-parallel ranks share out the tokens of each."""
-    for role, part in _trained(config):
+    for role, part in trained(config):
         if not part.engine.share_prompts:
             continue
         if config.cluster.device == "cuda":
@@ -220,7 +179,7 @@ def roles_fit_the_cluster(config: AnyConfig) -> Iterator[Breach]:
     cluster = config.cluster
     if cluster.device == "cpu" or cluster.gpus_per_node == 0:
         return
-    sizes = {f"{role}.layout": part.layout.world_size for role, part in _trained(config)}
+    sizes = {f"{role}.layout": part.layout.world_size for role, part in trained(config)}
     train = max(sizes.values())
     engines = config.rollout.replicas * config.rollout.tp if isinstance(config, TrainConfig) else 0
     needed = max(train, engines) if cluster.placement == "colocated" else train + engines
@@ -265,7 +224,7 @@ def minibatch_feeds_every_rank(config: TrainConfig) -> Iterator[Breach]:
     """Every data-parallel rank gets a response in every update."""
     batch = config.data.prompts_per_step * config.rollout.samples_per_prompt
     sizes = dict(_minibatches(config))
-    for role, part in _trained(config):
+    for role, part in trained(config):
         key = "critic.minibatch_size" if role == "critic" else "algorithm.minibatch_size"
         size = sizes.get(key)
         if size is None and role == "critic":
@@ -301,7 +260,7 @@ def engine_fits_a_node(config: TrainConfig) -> Iterator[Breach]:
         return
     first = 0
     if cluster.placement == "split":
-        train = max(part.layout.world_size for _, part in _trained(config))
+        train = max(part.layout.world_size for _, part in trained(config))
         first = -(-train // rollout.tp) * rollout.tp
     starts = range(first, first + rollout.replicas * rollout.tp, rollout.tp)
     if any(s // cluster.gpus_per_node != (s + rollout.tp - 1) // cluster.gpus_per_node for s in starts):
@@ -356,6 +315,12 @@ def warmup_ends(config: TrainConfig) -> Iterator[Breach]:
         yield Breach(("critic.warmup_steps", "run.steps"), "fewer warm-up steps than steps")
 
 
+def critic_has_no_logits(config: TrainConfig) -> Iterator[Breach]:
+    """A critic's head has one output, which is not computed in chunks."""
+    if config.critic is not None and config.critic.engine.logits_chunk_tokens != EngineConfig().logits_chunk_tokens:
+        yield Breach(("critic.engine.logits_chunk_tokens",), "nothing: a critic has no logits (actor.engine has)")
+
+
 # Rules of supervised fine-tuning
 
 
@@ -363,6 +328,14 @@ def sequences_feed_every_rank(config: SftConfig) -> Iterator[Breach]:
     """Every data-parallel rank gets a sequence in every update."""
     if config.data.sequences_per_step < config.actor.layout.dp:
         yield Breach(("data.sequences_per_step", "actor.layout.dp"), "at least one sequence per data-parallel rank")
+
+
+def nothing_shares_its_devices(config: SftConfig) -> Iterator[Breach]:
+    """Supervised fine-tuning has no engines that training could make room for or stand beside."""
+    if config.actor.engine.offload:
+        yield Breach(("actor.engine.offload",), "false: no engines share the devices of supervised fine-tuning")
+    if config.cluster.placement == "split":
+        yield Breach(("cluster.placement",), "colocated: supervised fine-tuning has no engines to place elsewhere")
 
 
 def evaluation_needs_data(config: SftConfig) -> Iterator[Breach]:
@@ -377,13 +350,11 @@ COMMON_RULES: tuple[Callable[[AnyConfig], Iterator[Breach]], ...] = (
     uneven_stages_need_pipeline,
     virtual_stages_need_pipeline,
     spelled_pipeline_is_whole,
-    decay_has_an_end,
-    only_adam_is_sharded,
+    *OPTIMIZER_RULES,
     adapters_are_on_layers_once,
     adapters_train_by_element,
     adapters_multiply_like_their_base,
     adapters_leave_biases,
-    gather_overlaps_in_buckets,
     microbatch_holds_longest_sequence,
     fp8_multiplies_bfloat16,
     shared_prompts_need_our_attention,
@@ -403,5 +374,10 @@ TRAIN_RULES: tuple[Callable[[TrainConfig], Iterator[Breach]], ...] = (
     reward_finds_its_answer,
     frozen_samples_leave_the_engine_busy,
     warmup_ends,
+    critic_has_no_logits,
 )
-SFT_RULES: tuple[Callable[[SftConfig], Iterator[Breach]], ...] = (sequences_feed_every_rank, evaluation_needs_data)
+SFT_RULES: tuple[Callable[[SftConfig], Iterator[Breach]], ...] = (
+    sequences_feed_every_rank,
+    evaluation_needs_data,
+    nothing_shares_its_devices,
+)

@@ -31,6 +31,7 @@ class MemoryMeter:
         self._engines = engines
         self._passes: Counter[str] = Counter()
         self._held: dict[str, int] = {}
+        self._on_host: dict[str, int] = {}
         self._measured: dict[str, int] = {}
 
     @contextmanager
@@ -59,10 +60,12 @@ class MemoryMeter:
                 f"memory/{role}/gradients": state.gradients_bytes,
                 f"memory/{role}/optimizer": state.optimizer_bytes,
             }
+            if state.host_bytes:
+                self._on_host[f"memory/{role}/optimizer_on_host"] = state.host_bytes
 
     def numbers(self) -> dict[str, int]:
         """Bytes by name: the state of the latest measured pass, and the most that each kind of pass took."""
-        return self._held | self._measured
+        return self._held | self._on_host | self._measured
 
 
 def measured_memory(groups: Mapping[str, WorkerGroup], forecast: Mapping[str, Mapping[str, int]] | None) -> Metrics:

@@ -1,7 +1,7 @@
 """Measured memory beside its forecast: what each number is compared with, and a line per phase.
 
-Names are ``ROLE/PART``. Parts of the state are weights, gradients and optimizer; of a pass ``KIND_activations``, the
-most that is alive above the state, and ``KIND_peak``, both together.
+Names are ``ROLE/PART``. Parts of the state are weights, gradients and optimizer, and what of the last is in host
+memory; of a pass ``KIND_activations``, the most that is alive above the state, and ``KIND_peak``, both together.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 MIB = 2**20
 STATE = ("weights", "gradients", "optimizer")
+ON_HOST = "optimizer_on_host"
 PREFIX, FORECAST = "memory/", "_forecast"
 # Which part of a forecast a pass of a kind takes.
 _PASSES = {"update": "training", "log_probs": "inference", "values": "inference"}
@@ -26,7 +27,7 @@ def expected_bytes(ranks: Mapping[str, Mapping[str, int]], name: str) -> int | N
     role, _, part = name.partition("/")
     if role not in ranks:
         return None
-    if part in STATE:
+    if part in (*STATE, ON_HOST):
         return ranks[role][part]
     kind, _, what = part.rpartition("_")
     if kind not in _PASSES:
@@ -46,7 +47,8 @@ def memory_lines(numbers: Mapping[str, float]) -> Iterator[str]:
             continue
         phase = name.removesuffix(_ACTIVATIONS)
         role, _, kind = phase.removeprefix(PREFIX).partition("/")
-        parts = [*((one, f"{PREFIX}{role}/{one}") for one in STATE), ("activations", name), ("peak", phase + _PEAK)]
+        state = [(one.replace("_", " "), f"{PREFIX}{role}/{one}") for one in (*STATE, ON_HOST)]
+        parts = [*state, ("activations", name), ("peak", phase + _PEAK)]
         cells = [f"{label} {_cell(numbers, key)}" for label, key in parts if key in numbers]
         yield f"memory of {role} in {kind}, MiB (forecast): {', '.join(cells)}"
 

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,9 +19,10 @@ from megarl.config.schema.roles import ActorConfig, CriticConfig
 from megarl.models import ModelSpec
 from megarl.planning.finding import Finding, Level
 from megarl.planning.gpus import GIB, GPUS, Gpu
-from megarl.planning.memory import WEIGHT_BYTES, Layers, RankMemory, engine_bytes, worst_stage
+from megarl.planning.memory import Layers, RankMemory, engine_bytes, worst_stage
 from megarl.planning.model_fit import longest_sequence, trained
 from megarl.planning.placement import update_rows
+from megarl.planning.state import WEIGHT_BYTES, StateBytes
 
 # Assumed, not measured by this project: CUDA context with NCCL's buffers, and resident memory of one process.
 CONTEXT_BYTES = 1 * GIB
@@ -96,6 +97,7 @@ def forecast(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: Mode
             "weights": memory.state.weights,
             "gradients": memory.state.gradients,
             "optimizer": memory.state.optimizer,
+            "optimizer_on_host": memory.state.host,
             "training": memory.training,
             "inference": memory.inference,
         }
@@ -107,7 +109,7 @@ def forecast(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: Mode
         result.phases["update"] = {**state, "actor pass": ranks["actor"].training, **context}
     else:
         _phases(result, config, spec, ranks, gpu)
-    _host(result, config, spec, ranks, gpu)
+    _host(result, config, {"actor": spec, "critic": critic_spec}, ranks, gpu)
     return result
 
 
@@ -126,7 +128,7 @@ def _rank(config: TrainConfig | SftConfig, role: str, spec: ModelSpec, layers: L
     return worst_stage(
         spec, layout, part.engine,
         num_microbatches=2 * layout.pp, layers=layers, value_head=role == "critic", trained=role != "reference",
-        distributed=part.optimizer.distributed, moments=part.optimizer.num_moments, lora=part.lora,
+        optimizer=part.optimizer, lora=part.lora,
         training_tokens=training, inference_tokens=inference,
     )  # fmt: skip
 
@@ -142,6 +144,14 @@ def _microbatch_tokens(config: TrainConfig | SftConfig, role: str, part: ActorCo
     cap = engine.microbatch_tokens
     inference_cap = cap if engine.inference_microbatch_tokens is None else engine.inference_microbatch_tokens
     return min(cap, -(-updated // dp) * longest), min(inference_cap, -(-passed // dp) * longest)
+
+
+def _saved_state(config: TrainConfig | SftConfig, role: str, spec: ModelSpec) -> StateBytes:
+    """What a checkpoint takes of a rank's state: float32, wherever and in however little it is held."""
+    part = dict(trained(config))[role]
+    whole = {"cpu_offload_fraction": 0.0, "precision_aware": False, "main_grads_dtype": "float32"}
+    part = part.model_copy(update={"optimizer": part.optimizer.model_copy(update=whole)})
+    return _rank(config.model_copy(update={role: part}), role, spec, "local").state
 
 
 def _states(ranks: dict[str, RankMemory]) -> dict[str, int]:
@@ -194,7 +204,7 @@ def _phases(
 def _host(
     result: Forecast,
     config: TrainConfig | SftConfig,
-    spec: ModelSpec,
+    specs: Mapping[str, ModelSpec],
     ranks: dict[str, RankMemory],
     gpu: Gpu | None,
 ) -> None:
@@ -208,13 +218,15 @@ def _host(
         processes += count
         if config.checkpoint.background:
             # Replicas share what they have in common; sharded optimizer state is a rank's own.
-            dp, state = part.layout.grid().dp, ranks[role].state
+            dp, state = part.layout.grid().dp, _saved_state(config, role, specs[role])
             # With adapters the frozen weights are not saved; gradients, in float32, count what is.
             weights = state.weights
             if part.lora is not None:
                 weights = state.gradients * WEIGHT_BYTES[part.engine.dtype] // WEIGHT_BYTES["float32"]
             copied = weights // dp + state.optimizer // (1 if part.optimizer.distributed else dp)
             result.host[f"{role} checkpoint"] = count * copied
+        if ranks[role].state.host:
+            result.host[f"{role} optimizer"] = count * ranks[role].state.host
         members = [role, "reference"] if role == "actor" and "reference" in ranks else [role]
         for name in members:
             memory = ranks[name]
@@ -228,7 +240,7 @@ def _host(
         count = min(engines, slots) if slots is not None else -(-engines // cluster.num_nodes)
         processes += count + config.reward.workers
         if gpu is None:
-            weights, _ = engine_bytes(spec, rollout.tp, rollout.dtype)
+            weights, _ = engine_bytes(specs["actor"], rollout.tp, rollout.dtype)
             result.host["engines"] = count * (weights + int(rollout.kv_cache_gib * GIB))
     result.host["processes"] = processes * HOST_PROCESS_BYTES[cluster.device]
 

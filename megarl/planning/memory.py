@@ -15,41 +15,23 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from megarl.config.schema.train import EngineConfig, LoraConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.models import ModelSpec
 from megarl.parallel.grid import Coordinate, ParallelLayout
-from megarl.planning.adapters import adapter_sizes
 from megarl.planning.latent_memory import latent_layer_bytes
+from megarl.planning.state import WEIGHT_BYTES, StateBytes, state_bytes
 from megarl.weights.layout import megatron_regions, parameter_shapes
 
 Layers = Literal["local", "transformer_engine"]
 
-WEIGHT_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4}
-# Megatron-Core core/distributed/param_and_grad_buffer.py (0.16.1, 0.19.2): with the distributed optimizer a parameter
-# starts at a multiple of 64 elements and a bucket ends at a multiple of lcm(dp, 128).
-_PARAM_START, _BUCKET_END = 64, 128
 _F32 = 4
 ROUTER_TENSORS = 4
 """Of a token's scores of all experts, that the router keeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateBytes:
-    """What a rank holds all the time: bytes."""
-
-    weights: int
-    gradients: int = 0
-    optimizer: int = 0
-
-    @property
-    def total(self) -> int:
-        """All three."""
-        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +53,7 @@ def rank_memory(
     layers: Layers,
     value_head: bool = False,
     trained: bool = True,
-    distributed: bool = True,
-    moments: int = 2,
+    optimizer: OptimizerConfig | None = None,
     lora: LoraConfig | None = None,
     training_tokens: int | None = None,
     inference_tokens: int | None = None,
@@ -88,8 +69,7 @@ def rank_memory(
         layers: which implementation runs.
         value_head: a critic.
         trained: with gradients and optimizer; a reference policy has neither.
-        distributed: Megatron's distributed optimizer.
-        moments: float32 numbers of optimizer state per parameter.
+        optimizer: its settings; None takes the defaults.
         lora: adapters, the only ones with gradients and optimizer state.
         training_tokens: tokens of a microbatch; None takes the cap.
         inference_tokens: the same without gradients.
@@ -101,8 +81,7 @@ def rank_memory(
         stage=stage,
         value_head=value_head,
         trained=trained,
-        distributed=distributed,
-        moments=moments,
+        optimizer=optimizer,
         lora=lora,
     )
     cap = engine.microbatch_tokens
@@ -146,88 +125,6 @@ def worst_stage(
 def _outer_stages(layout: ParallelLayout) -> list[int]:
     """The first stage holds the embedding and most microbatches, the last the head; the second is like the others."""
     return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-
-
-def state_bytes(
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    dtype: str,
-    *,
-    stage: int = 0,
-    value_head: bool = False,
-    trained: bool = True,
-    distributed: bool = True,
-    moments: int = 2,
-    lora: LoraConfig | None = None,
-) -> StateBytes:
-    """Weights, gradient buffers and optimizer state of a rank of a stage after the first update.
-
-    Adam keeps two float32 moments, SGD at most one; with bfloat16 a float32 copy of the weights too. With the
-    distributed optimizer each data-parallel rank keeps its equal part of the padded buffer, the gaps in it counted as
-    if they had state; gradient buffers are whole on every rank. With adapters only they and a value head have both.
-    """
-    width, ranks = WEIGHT_BYTES[dtype], layout.dp * layout.cp
-    buffers: list[tuple[tuple[int, ...], int, int]] = []
-    frozen = 0
-    # Each virtual stage has buffers of its own.
-    for chunk, (sizes, experts, head) in enumerate(_parameter_sizes(spec, layout, stage, value_head)):
-        if lora is not None and trained:
-            frozen += width * (sum(sizes) + sum(experts))
-            sizes, experts = adapter_sizes(spec, layout, lora, stage, chunk), ()
-        # A value head is float32: beside weights of that dtype it stands in their buffer.
-        alike, apart = (sizes + head, ()) if dtype == "float32" else (sizes, head)
-        buffers += [(alike, width, ranks), (experts, width, layout.expert_dp), (apart, _F32, ranks)]
-    buffers = [buffer for buffer in buffers if buffer[0]]
-    if not trained:
-        return StateBytes(sum(width * sum(members) for members, width, _ in buffers))
-    weights, gradients, optimizer = frozen, 0, 0
-    for members, width, dp in buffers:
-        numel = _padded(members, dp) if distributed else sum(members)
-        weights += width * numel
-        gradients += _F32 * numel
-        own = numel // dp if distributed else numel
-        # Padding has no state; with one rank there is no more than the parameters themselves.
-        own = min(own, sum(members))
-        optimizer += own * (moments * _F32 + (_F32 if width < _F32 else 0))
-    return StateBytes(weights, gradients, optimizer)
-
-
-_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Elements of each parameter: of those outside of experts, of experts, of a value head."""
-
-
-def _parameter_sizes(spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool) -> tuple[_Sizes, ...]:
-    """Of each virtual stage of a rank."""
-    if spec.moe is None:
-        layout = replace(layout, dp=1)  # one entry of the cache for all of them
-    return _cached_sizes(spec, layout, stage, value_head)
-
-
-@lru_cache(maxsize=1024)
-def _cached_sizes(spec: ModelSpec, layout: ParallelLayout, stage: int, value_head: bool) -> tuple[_Sizes, ...]:
-    shapes = parameter_shapes(megatron_regions(spec, layout, Coordinate(pp=stage), value_head=value_head))
-    chunks: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(layout.vpp)]
-    for name, shape in shapes.items():
-        if name.endswith("router.expert_bias"):
-            continue  # a buffer, without gradient or optimizer state
-        chunk = int(name.removeprefix("model").partition(".")[0]) if layout.vpp > 1 else 0
-        # Experts are reduced over other ranks than the rest (train/megatron/experts.py).
-        is_apart = ".mlp.experts." in name
-        is_head = value_head and name.endswith("output_layer.weight")
-        chunks[chunk][2 if is_head else 1 if is_apart else 0].append(math.prod(shape))
-    return tuple((tuple(sizes), tuple(experts), tuple(head)) for sizes, experts, head in chunks)
-
-
-def _padded(sizes: Sequence[int], dp: int) -> int:
-    """Elements of a flat buffer of these parameters, laid out from the end of the model to its start."""
-    end = 0
-    for size in reversed(sizes):
-        end = _up(end, _PARAM_START) + size
-    return _up(end, math.lcm(dp, _BUCKET_END))
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @lru_cache(maxsize=64)

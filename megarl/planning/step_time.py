@@ -22,7 +22,8 @@ from statistics import NormalDist
 from megarl.models import ModelSpec
 from megarl.parallel.grid import ParallelLayout
 from megarl.planning.gpus import Gpu
-from megarl.planning.memory import WEIGHT_BYTES, engine_bytes
+from megarl.planning.memory import engine_bytes
+from megarl.planning.state import WEIGHT_BYTES
 
 MATMUL_SHARE = 0.42
 """Of peak operations, in training and log-prob passes: products with all that runs between them."""

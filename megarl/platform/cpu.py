@@ -30,8 +30,9 @@ from megarl.errors import SetupError
 from megarl.platform import env, gloo
 from megarl.platform.cuda_on_cpu import call_with_cpu_tensors_as_cuda, torch_on_cpu
 from megarl.platform.device import Introduction, LayerImplementation, MemoryUse, PassMemory
+from megarl.platform.host_tensors import with_host_copies
 from megarl.platform.live_memory import LiveMemory
-from megarl.platform.packages import import_megatron
+from megarl.platform.packages import has_transformer_engine, import_megatron
 
 _CPU = torch.device("cpu")
 
@@ -119,6 +120,14 @@ def _gather_unequal_parts() -> None:
     )
 
 
+def _copy_parameters_within_the_host() -> None:
+    hybrid = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
+    with_host_copies(hybrid.HybridDeviceOptimizer)
+    if not has_transformer_engine():
+        config = importlib.import_module("megatron.core.optimizer.optimizer_config")
+        config.is_te_min_version = lambda *_, **__: False  # type: ignore[attr-defined]
+
+
 ADAPTATIONS: tuple[Adaptation, ...] = (
     Adaptation(
         name="tensor-parallel-buffers",
@@ -194,6 +203,14 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         reason="checkpoints of the distributed optimizer gather its state with tensor.cuda(): "
         "optimizer/distrib_optimizer.py:1089 / 1374",
         replace=_gather_optimizer_state,
+    ),
+    Adaptation(
+        name="optimizer-on-host",
+        reason="the optimizer on the CPU makes CUDA streams and pinned copies, of parameters on a GPU only: "
+        "optimizer/cpu_offloading/hybrid_optimizer.py:217,256,273 in both; its configuration compares the version of "
+        "Transformer Engine, which may be missing: optimizer/optimizer_config.py:383 / -",
+        modules=("optimizer.cpu_offloading.hybrid_optimizer",),
+        replace=_copy_parameters_within_the_host,
     ),
     Adaptation(
         name="pipeline-buffers",

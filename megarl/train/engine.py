@@ -75,11 +75,12 @@ class ValueUpdate:
 
 @dataclass(frozen=True, slots=True)
 class StateSummary:
-    """Bytes this rank holds on its device, for the memory line of a phase."""
+    """Bytes this rank holds on its device, for the memory line of a phase, and of its optimizer in host memory."""
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    host_bytes: int = 0
     extra: Mapping[str, float] = field(default_factory=dict)
 
 

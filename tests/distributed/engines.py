@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from megarl.models.spec import ModelSpec
 from megarl.parallel.groups import ParallelGroups
 from megarl.platform.device import get_device
 from megarl.train.engine import PolicyUpdate
+from megarl.train.megatron import reduction
 from megarl.train.megatron.engine import MegatronEngine
 
 ROWS = 12
@@ -52,6 +55,16 @@ def make_engine(
         seed=seed,
         lora=lora,
     )
+
+
+@contextmanager
+def buckets_of(elements: int | None) -> Iterator[None]:
+    """Gradient buffers that are made within it are cut into buckets of so many elements."""
+    kept, reduction.BUCKET_ELEMENTS = reduction.BUCKET_ELEMENTS, elements
+    try:
+        yield
+    finally:
+        reduction.BUCKET_ELEMENTS = kept
 
 
 def recorded_batch(vocab_size: int) -> Batch:

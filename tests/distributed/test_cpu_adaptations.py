@@ -114,6 +114,24 @@ def clip_gradients(groups: ParallelGroups) -> None:
     torch.testing.assert_close(parameter.grad, torch.full((2,), 1.5))
 
 
+def update_on_host(groups: ParallelGroups) -> None:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    parameters = [torch.nn.Parameter(torch.full((2,), 3.0)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    adam = {"lr": 0.5, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}
+    classes = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.AdamW}
+    pinning = {"pin_cpu_grads": False, "pin_cpu_params": False}
+    optimizer = HybridDeviceOptimizer(parameters, 0.5, param_update_in_fp32=True, **classes, **pinning, **adam)
+    assert len(optimizer.gpu_params_map_cpu_copy) == 1 and optimizer.gpu_optimizer is not None
+    optimizer.step()
+    torch.testing.assert_close(torch.stack(list(parameters)), torch.full((2, 2), 2.5))
+    shared = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+    OptimizerConfig(lr=1.0, optimizer_cpu_offload=True, **shared)
+
+
 def send_between_stages(groups: ParallelGroups) -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -191,6 +209,7 @@ OPERATIONS: dict[str, tuple[Callable[[ParallelGroups], None], ParallelLayout, st
     "optimizer-parameter-types": (build_optimizers, DP2, r"Wrapped parameters must be one of torch\.cuda\.FloatTensor"),
     "optimizer-gradient-types": (clip_gradients, DP2, "AssertionError"),
     "optimizer-state-gathering": (gather_optimizer_state, DP2, NO_CUDA),
+    "optimizer-on-host": (update_on_host, DP2, NO_CUDA),
     "pipeline-buffers": (send_between_stages, PP2, NO_CUDA),
     "schedule-counters": (run_schedule, DP2, NO_CUDA),
     "expert-router": (route_tokens, DP2, NO_CUDA),

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema.train import EngineConfig, OptimizerConfig
+from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
 from megarl.platform.device import get_device
 from megarl.train.engine import ValueUpdate
-from megarl.train.megatron import reduction
 from megarl.train.megatron.engine import MegatronEngine
-from tests.distributed.engines import make_engine, policy_update, recorded_batch, replica
+from tests.distributed.engines import buckets_of, make_engine, policy_update, recorded_batch, replica
 from tests.distributed.models import QWEN2
 from tests.distributed.ranks import Rank, RankPool
 
@@ -37,14 +36,18 @@ def train(rank: Rank, layout: ParallelLayout, recompute: Any, **options: Any) ->
     return [values(one) for one in metrics if one is not None], [piece.clone() for _, piece in engine.pieces()]
 
 
-def train_gathering(rank: Rank, layout: ParallelLayout, head: Any, optimizer: dict[str, Any], directory: Path) -> Any:
+def train_gathering(
+    rank: Rank,
+    layout: ParallelLayout,
+    head: Any,
+    lora: LoraConfig | None,
+    optimizer: dict[str, Any],
+    directory: Path,
+) -> Any:
     """What two steps compute and what is read between them: log-probs, weights, a checkpoint, and what it continues."""
     groups = rank.start(layout)
-    kept, reduction.BUCKET_ELEMENTS = reduction.BUCKET_ELEMENTS, 3000  # several buckets, the head's among them
-    try:
-        engine = make_engine(SPEC, groups, head=head, optimizer=optimizer)
-    finally:
-        reduction.BUCKET_ELEMENTS = kept
+    with buckets_of(3000):  # several, the head's among them
+        engine = make_engine(SPEC, groups, head=head, optimizer=optimizer, lora=lora)
     batch, minibatches = replica(recorded_batch(SPEC.vocab_size), groups)
     found: list[Any] = []
 
@@ -76,24 +79,29 @@ def told(metrics: Any) -> Any:
     return None if metrics is None else values(metrics)
 
 
+ADAPTERS = LoraConfig(rank=8)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "head"),
+    ("layout", "head", "lora"),
     [
-        (ParallelLayout(dp=2), "lm"),
-        (ParallelLayout(dp=2), "value"),
-        pytest.param(ParallelLayout(dp=2, pp=2), "lm", marks=pytest.mark.slow),
-        pytest.param(ParallelLayout(dp=2, pp=2, vpp=2), "lm", marks=pytest.mark.slow),
+        (ParallelLayout(dp=2), "lm", None),
+        (ParallelLayout(dp=2), "value", None),
+        (ParallelLayout(dp=2), "lm", ADAPTERS),
+        (ParallelLayout(dp=2, pp=2), "lm", None),
+        (ParallelLayout(dp=2, pp=2, vpp=2), "lm", None),
     ],
-    ids=["dp2", "dp2-value", "dp2-pp2", "dp2-pp2-vpp2"],
+    ids=["dp2", "dp2-value", "dp2-adapters", "dp2-pp2", "dp2-pp2-vpp2"],
 )
 def test_weights_gathered_in_the_next_pass_are_the_same(
-    ranks: RankPool, layout: ParallelLayout, head: str, tmp_path: Path
+    ranks: RankPool, layout: ParallelLayout, head: str, lora: LoraConfig | None, tmp_path: Path
 ):
     overlap = {"overlap_grad_reduce": True}
     size = layout.world_size
-    expected = ranks(size).run(train_gathering, layout, head, overlap, tmp_path / "after")
+    expected = ranks(size).run(train_gathering, layout, head, lora, overlap, tmp_path / "after")
     overlap["overlap_param_gather"] = True
-    found = ranks(size).run(train_gathering, layout, head, overlap, tmp_path / "within")
+    found = ranks(size).run(train_gathering, layout, head, lora, overlap, tmp_path / "within")
     for one, other in zip(expected, found, strict=True):
         assert all(map(same, one, other))
 

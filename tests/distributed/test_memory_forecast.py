@@ -12,7 +12,8 @@ from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.data.batch import Batch, Ragged
 from megarl.models.spec import LatentAttention, MixtureOfExperts, ModelSpec
 from megarl.parallel.grid import ParallelLayout
-from megarl.planning.memory import StateBytes, rank_memory
+from megarl.planning.memory import rank_memory
+from megarl.planning.state import StateBytes
 from megarl.platform.device import get_device
 from megarl.platform.live_memory import LiveMemory
 from megarl.train.megatron.engine import MegatronEngine
@@ -57,7 +58,7 @@ LATENT = replace(
     ),
 )
 TOKENS, PROMPT, RESPONSE = 512, 64, 192
-TOLERANCE, PADDING = 0.1, 0.002
+TOLERANCE, PADDING, SPLIT = 0.1, 0.002, 0.15
 
 
 def settings(dtype: Any, recompute: Any) -> EngineConfig:
@@ -92,7 +93,7 @@ def measure(
     layout: ParallelLayout,
     dtype: Any,
     recompute: Any,
-    distributed: bool,
+    optimizer: OptimizerConfig,
     num_microbatches: int,
     lora: LoraConfig | None,
 ) -> tuple[int, StateBytes, int, int]:
@@ -100,7 +101,7 @@ def measure(
     groups = rank.start(layout)
     engine = MegatronEngine(
         "actor", spec, None, groups, get_device("cpu"), settings(dtype, recompute),
-        OptimizerConfig(distributed=distributed), seed=1, lora=lora,
+        optimizer, seed=1, lora=lora,
     )  # fmt: skip
     batch = batch_of(num_microbatches * TOKENS // (PROMPT + RESPONSE))
     rows = [list(range(len(batch)))]
@@ -110,7 +111,7 @@ def measure(
     with LiveMemory() as inference:
         engine.log_probs(batch)
     summary = engine.state_summary()
-    state = StateBytes(summary.weights_bytes, summary.gradients_bytes, summary.optimizer_bytes)
+    state = StateBytes(summary.weights_bytes, summary.gradients_bytes, summary.optimizer_bytes, summary.host_bytes)
     return groups.coordinate.pp, state, training.peak_bytes, inference.peak_bytes
 
 
@@ -177,6 +178,21 @@ def test_memory_with_adapters_is_what_was_forecast(
     compare(ranks, SPEC, layout, dtype, recompute, distributed, num_microbatches, lora=LORA)
 
 
+HOST_CASES = [
+    (ParallelLayout(), "float32", {"cpu_offload_fraction": 1.0}),
+    (ParallelLayout(dp=2), "bfloat16", {"cpu_offload_fraction": 1.0, "main_grads_dtype": "bfloat16"}),
+    (ParallelLayout(), "bfloat16", {"cpu_offload_fraction": 0.5}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "dtype", "options"), HOST_CASES)
+def test_state_on_the_host_is_what_was_forecast(
+    ranks: RankPool, layout: ParallelLayout, dtype: str, options: dict[str, Any]
+):
+    compare(ranks, SPEC, layout, dtype, "full", True, 1, **options)
+
+
 def compare(
     ranks: RankPool,
     spec: ModelSpec,
@@ -187,18 +203,23 @@ def compare(
     num_microbatches: int,
     tolerance: float = TOLERANCE,
     lora: LoraConfig | None = None,
+    **options: Any,
 ) -> None:
-    arguments = (spec, layout, dtype, recompute, distributed, num_microbatches, lora)
+    optimizer = OptimizerConfig(distributed=distributed, **options)
+    arguments = (spec, layout, dtype, recompute, optimizer, num_microbatches, lora)
     measured = ranks(layout.world_size).run(measure, *arguments)
     for stage, state, training, inference in measured:
         # Rows are the same on all replicas here, and every replica has all of them.
         expected = rank_memory(
             spec, layout, settings(dtype, recompute),
-            stage=stage, num_microbatches=num_microbatches, layers="local", distributed=distributed, lora=lora,
+            stage=stage, num_microbatches=num_microbatches, layers="local", optimizer=optimizer, lora=lora,
         )  # fmt: skip
         assert (expected.state.weights, expected.state.gradients) == (state.weights, state.gradients)
         # Which replica holds how much of the padding between parameters is not modelled.
         slack = 0 if layout.dp * layout.cp == 1 else PADDING
+        if 0 < optimizer.cpu_offload_fraction < 1:
+            slack = SPLIT  # whole parameters move
         assert expected.state.optimizer == pytest.approx(state.optimizer, rel=slack, abs=0)
+        assert expected.state.host == pytest.approx(state.host, rel=slack, abs=0)
         assert expected.training == pytest.approx(training, rel=tolerance), (stage, "training")
         assert expected.inference == pytest.approx(inference, rel=tolerance), (stage, "inference")

@@ -27,7 +27,7 @@ def groups(tmp_path) -> Iterator[object]:
     bootstrap.stop()
 
 
-def make(groups, dtype="bfloat16", lora=None, spec=None, **engine):
+def make(groups, dtype="bfloat16", lora=None, optimizer=None, spec=None, **engine):
     from dataclasses import replace
 
     from megarl.config.schema.train import EngineConfig, OptimizerConfig
@@ -44,7 +44,7 @@ def make(groups, dtype="bfloat16", lora=None, spec=None, **engine):
         groups,
         get_device("cuda"),
         EngineConfig(dtype=dtype, microbatch_tokens=64, offload=True, **engine),
-        OptimizerConfig(lr=1e-3),
+        OptimizerConfig(lr=1e-3, **({} if optimizer is None else optimizer)),
         lora=lora,
     )
 
@@ -108,6 +108,46 @@ def test_offload_frees_the_device_and_changes_nothing(groups):
     engine.onload()
     torch.testing.assert_close(engine.log_probs(batch)["log_probs"].values, expected, rtol=0, atol=0)
     assert engine.update_policy(batch, policy_update(), rows) is not None
+
+
+STATE = {
+    "host": {"cpu_offload_fraction": 1.0},
+    "half": {"cpu_offload_fraction": 0.5, "overlap_cpu_offload": True, "main_grads_dtype": "bfloat16"},
+    "remainders": {"precision_aware": True},
+    "short": {"precision_aware": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float16"},
+    "scaled": {"precision_aware": True, "main_params_dtype": "float16", "main_grads_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_optimizer_state_elsewhere_and_smaller_updates_alike_and_continues(groups, tmp_path, name):
+    from tests.distributed.engines import policy_update, recorded_batch
+
+    plain, engine, again = (make(groups, optimizer=settings) for settings in (None, STATE[name], STATE[name]))
+    batch = recorded_batch(engine.spec.vocab_size)
+
+    def update(one):
+        one.update_policy(batch, policy_update(), [list(range(len(batch)))])
+        return torch.cat([piece.float().flatten() for _, piece in one.pieces()])
+
+    for _ in range(2):
+        expected, found = update(plain), update(engine)
+    tolerance = 1e-3 if name in ("host", "remainders") else 1e-2
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=tolerance)
+    held, whole = engine.state_summary(), plain.state_summary()
+    assert held.optimizer_bytes < whole.optimizer_bytes
+    assert (held.host_bytes > 0) == (name in ("host", "half")) and whole.host_bytes == 0
+    engine.save(tmp_path / "saved")
+    again.load(tmp_path / "saved")
+    torch.testing.assert_close(update(again), update(engine), rtol=0, atol=0 if name != "short" else 1e-3)
+    plain.load(tmp_path / "saved")
+    update(plain)
+    before = torch.cuda.memory_allocated()
+    engine.offload()
+    freed = before - torch.cuda.memory_allocated()
+    assert freed >= 0.9 * (held.weights_bytes + held.gradients_bytes + held.optimizer_bytes)
+    engine.onload()
+    update(engine)
 
 
 def test_adapters_beside_transformer_engines_layers_are_what_is_merged(groups):

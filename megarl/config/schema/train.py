@@ -25,6 +25,10 @@ class ScheduleConfig(StrictModel):
     """Rate at the end of the decay and after it; the least of inverse_sqrt."""
 
 
+StateDtype = Literal["float32", "bfloat16", "float16"]
+STATE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
 class OptimizerConfig(StrictModel):
     """How a gradient becomes an update."""
 
@@ -55,15 +59,39 @@ class OptimizerConfig(StrictModel):
     overlap_param_gather: bool = False
     """Gather the weights of an update from data-parallel ranks in buckets while the next pass runs; needs
     distributed and overlap_grad_reduce."""
+    cpu_offload_fraction: float = Field(0.0, ge=0, le=1)
+    """Share of a rank's optimizer state, with the float32 copies of its weights, that lies in host memory and is
+    updated by the host's cores (Megatron's HybridDeviceOptimizer; adam, distributed)."""
+    overlap_cpu_offload: bool = False
+    """Copy gradients to the host, and updated weights back, while it updates others."""
+    precision_aware: bool = False
+    """Transformer Engine's Adam keeps of float32 weights what bfloat16 ones lack, 16 bits, and moments in the dtypes
+    below (adam, distributed; GPU)."""
+    exp_avg_dtype: StateDtype = "float32"
+    """Dtype of Adam's first moment with precision_aware."""
+    exp_avg_sq_dtype: StateDtype = "float32"
+    """Dtype of Adam's second moment with precision_aware."""
+    main_params_dtype: Literal["float32", "float16"] = "float32"
+    """Dtype in which precision_aware keeps the weights that are updated."""
+    main_grads_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients of bfloat16 weights are accumulated and reduced; bfloat16 needs precision_aware or
+    cpu_offload_fraction."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
 
     @property
     def num_moments(self) -> int:
-        """float32 numbers of state per parameter beside its float32 copy; muon, with one or two, counts as two."""
+        """Numbers of state per parameter beside its float32 copy; muon, with one or two, counts as two."""
         if self.kind == "sgd":
             return 1 if self.momentum > 0 else 0
         return 2
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of a parameter's moments where the device updates it."""
+        if self.precision_aware:
+            return STATE_BYTES[self.exp_avg_dtype] + STATE_BYTES[self.exp_avg_sq_dtype]
+        return STATE_BYTES["float32"] * self.num_moments
 
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -89,7 +117,8 @@ class EngineConfig(StrictModel):
     """How one Megatron model is held and run."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of weights and activations. Gradients are accumulated and reduced in float32 either way."""
+    """Dtype of weights and activations. Gradients are accumulated and reduced in float32 either way, unless
+    optimizer.main_grads_dtype says otherwise."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Multiply in FP8 in the layers (Transformer Engine): e4m3 in both directions, or hybrid with e5m2 for gradients.
     Weights stay bfloat16, so exports, updates and checkpoints are as without; the head multiplies in bfloat16."""
@@ -99,7 +128,8 @@ class EngineConfig(StrictModel):
     microbatch_tokens: int = Field(16384, ge=1)
     """Most tokens (prompt and response) of one microbatch on one data-parallel rank, never exceeded, in training."""
     inference_microbatch_tokens: int | None = Field(None, ge=1)
-    """The same for log-prob and value passes without gradients; None uses microbatch_tokens."""
+    """The same for passes without gradients: log-probs, values, and the evaluation of supervised fine-tuning; None uses
+    microbatch_tokens."""
     logits_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose float32 logits are held at once when log-probs and entropy are computed."""
     recompute: Literal["none", "selective", "full"] = "none"

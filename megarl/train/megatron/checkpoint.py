@@ -223,7 +223,7 @@ def load(
             if loads_optimizer:
                 optimizer.load_state(loaded["optimizer"])
             else:
-                optimizer.megatron.reload_model_params()
+                optimizer.reload_weights()
             if saved is not None and "scheduler" not in fresh:
                 optimizer.load_counters(saved)
     except _FAILURES as error:

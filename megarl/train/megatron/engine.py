@@ -171,11 +171,15 @@ class MegatronEngine:
         result = self._per_token(batch, HeadOptions(), ("values",))
         return None if result is None else result["values"]
 
+    @property
+    def _inference_cap(self) -> int:
+        cap = self.config.inference_microbatch_tokens
+        return self.config.microbatch_tokens if cap is None else cap
+
     def _per_token(self, batch: Batch, head: HeadOptions, names: Sequence[str]) -> dict[str, Ragged] | None:
         self._require_onload()
         rows = batch.response_lengths.nonzero().flatten().tolist()
-        cap = self.config.inference_microbatch_tokens
-        (plan,) = self._parts.plan(batch, [rows], self.config.microbatch_tokens if cap is None else cap, self.groups.dp)
+        (plan,) = self._parts.plan(batch, [rows], self._inference_cap, self.groups.dp)
         microbatches = [self._parts.pack(batch, members) for members in plan]
 
         def read(outputs: TokenOutputs, _: mb.Microbatch) -> list[Tensor]:
@@ -227,7 +231,7 @@ class MegatronEngine:
             parts=self._parts,
             optimizer=self.optimizer,
             groups=self.groups,
-            cap=self.config.microbatch_tokens,
+            cap=self._inference_cap if prefix == "val" else self.config.microbatch_tokens,
             prefix=self.role if prefix is None else prefix,
         )
 
@@ -407,11 +411,14 @@ class MegatronEngine:
         weights = offload.unique_storages(offload.weight_tensors(self._chunks))
         gradients = offload.unique_storages(offload.gradient_tensors(self._chunks))
         states: dict[int, torch.UntypedStorage] = {}
+        on_host: dict[int, torch.UntypedStorage] = {}
         if self.optimizer is not None:
             states = offload.unique_storages(offload.optimizer_tensors(self.optimizer))
+            on_host = offload.unique_storages(offload.host_tensors(self.optimizer))
         own_states = {address: storage for address, storage in states.items() if address not in weights}
         return StateSummary(
             weights_bytes=offload.total_bytes(weights),
             gradients_bytes=offload.total_bytes(gradients),
             optimizer_bytes=offload.total_bytes(own_states),
+            host_bytes=offload.total_bytes(on_host),
         )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megarl.platform.device import Device
 from megarl.train.engine import Moved
+from megarl.train.megatron import host_optimizer
 from megarl.train.megatron.optimizer import Optimizer
 
 
@@ -53,13 +54,19 @@ def gradient_tensors(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Moments and float32 copies; where those are views of weights, the weights' storage is named again."""
-    for torch_optimizer in optimizer.torch_optimizers():
-        for group in torch_optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter.data
-        for state in torch_optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+    """Moments and float32 copies on the device; where those are views of weights, these are named again."""
+    for inner in optimizer.torch_optimizers():
+        if host_optimizer.is_hybrid(inner):
+            yield from host_optimizer.device_tensors(inner)
+        else:
+            yield from host_optimizer.tensors_of(inner)
+
+
+def host_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What an optimizer that is partly on the host keeps there."""
+    for inner in optimizer.torch_optimizers():
+        if host_optimizer.is_hybrid(inner):
+            yield from host_optimizer.host_tensors(inner)
 
 
 def _flat_buffers(chunk: nn.Module) -> list[Any]:

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -24,12 +25,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.config.schema.train import OptimizerConfig
 from megarl.errors import SetupError, TrainError
+from megarl.train.megatron import host_optimizer, precision
 from megarl.train.megatron.learning_rate import learning_rate
 from megarl.train.megatron.model import named_parameters
-from megarl.train.megatron.optimizer_state import sharded_state, take_loaded
+from megarl.train.megatron.optimizer_state import is_precision_aware, sharded_state, take_loaded
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMED_TENSORS = 20
 """Tensors an error lists before it only counts them."""
 
@@ -60,7 +63,7 @@ class Optimizer:
         tensors: canonical tensors in each parameter, by the parameter's name, for messages; the name itself if None.
 
     Raises:
-        SetupError: Muon without its package.
+        SetupError: Muon or state of lower precision without its package.
     """
 
     def __init__(
@@ -84,12 +87,10 @@ class Optimizer:
         self.next_learning_rate()  # an impossible schedule fails here, not at the end of a warm-up
         if config.kind == "muon":
             _require_muon()
-        self.megatron: Any = get_megatron_optimizer(
-            _megatron_config(config, dtype),
-            self.chunks,
-            # They are for checkpoint formats that gather on the host; ours does not.
-            use_gloo_process_groups=False,
-        )
+        if config.precision_aware:
+            _require_fused_adam()
+        on_gpu = next(self.chunks[0].parameters()).is_cuda
+        self.megatron: Any = _build(_megatron_config(config, dtype, on_gpu=on_gpu), self.chunks)
         for part in self._parts():
             if getattr(part, "init_state_fn", 0) is None:
                 # SGD's, which Megatron calls all the same before it loads; materialise_state makes the state.
@@ -129,6 +130,9 @@ class Optimizer:
             # Megatron leaves both to its own scheduler, which is not used here.
             group["lr"] = rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
+        for part in self._parts():
+            if host_optimizer.is_hybrid(part.optimizer):
+                host_optimizer.hand_over_gradients(part.optimizer)
         self.megatron.step_with_ready_grads()
         self._has_parts_only = self.config.overlap_param_gather
         self.num_updates += 1
@@ -184,7 +188,13 @@ class Optimizer:
     def _scale_gradients(self, factor: float) -> None:
         if factor >= 1:
             return
-        gradients = [p.grad for part in self._parts() for p in part.get_parameters() if p.grad is not None]
+        # Gradients of another dtype than their parameter's are kept apart from it.
+        found = (
+            getattr(p, "decoupled_grad", None) if part.config.use_precision_aware_optimizer else p.grad
+            for part in self._parts()
+            for p in part.get_parameters()
+        )
+        gradients = [gradient for gradient in found if gradient is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -223,12 +233,33 @@ class Optimizer:
         states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
         for part, part_state in zip(parts, states, strict=True):
             moments = part_state.pop("param_state", None)
-            part.load_state_dict(part_state)
-            for values in part.optimizer.state.values():
-                if isinstance(values.get("step"), torch.Tensor):
-                    values["step"] = values["step"].clone()
+            groups = part_state.get("optimizer", part_state)["param_groups"]
+            if host_optimizer.is_hybrid(part.optimizer):
+                host_optimizer.continue_from(part.optimizer, groups)
+            else:
+                for group in groups:
+                    # What this inner optimizer reads and the one that wrote the checkpoint had no use for.
+                    group.update({name: value for name, value in part.optimizer.defaults.items() if name not in group})
+                part.load_state_dict(part_state)
+                for values in part.optimizer.state.values():
+                    if isinstance(values.get("step"), torch.Tensor):
+                        values["step"] = values["step"].clone()
             if moments is not None:
                 take_loaded(part, moments)
+        if self.config.precision_aware:
+            # A weight may have become another nearest one of its main parameter, on the rank that updates it.
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def reload_weights(self) -> None:
+        """Update from the model's weights as they are now, where the optimizer keeps copies of them."""
+        for part in self._parts():
+            if host_optimizer.is_hybrid(part.optimizer):
+                host_optimizer.take_weights(part.optimizer)
+            elif is_precision_aware(part):
+                precision.take_weights(part.optimizer)
+            else:
+                part.reload_model_params()
 
     def counters(self) -> dict[str, int]:
         """Position in the schedule, for checkpoints."""
@@ -250,7 +281,16 @@ class Optimizer:
         Megatron's checkpoint code reads ``step`` from state that torch's Adam has not made yet (KeyError 'step');
         Transformer Engine's and Apex's Adam are handled there.
         """
-        for inner in self.torch_optimizers():
+        for part in self._parts():
+            inner = part.optimizer
+            if inner is None:
+                continue
+            if host_optimizer.is_hybrid(inner):
+                host_optimizer.materialise(inner)
+                continue
+            if is_precision_aware(part):
+                precision.materialise(inner)
+                continue
             for group in inner.param_groups:
                 for parameter in group["params"]:
                     if parameter not in inner.state or not inner.state[parameter]:
@@ -269,8 +309,19 @@ def _first_state(inner: torch.optim.Optimizer, group: Mapping[str, Any], paramet
     return {}
 
 
-def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+def _build(config: MegatronOptimizerConfig, chunks: list[Any]) -> Any:
+    """Megatron's optimizer of the chunks."""
+    # The optimizer on the host takes leaves only, which shards of float32 parameters are where no graph is recorded.
+    with torch.set_grad_enabled(not config.optimizer_cpu_offload), warnings.catch_warnings():
+        # It compares torch's version with 2.3 as text.
+        warnings.filterwarnings("ignore", message="CPU offload is recommended for PyTorch >= 2.3.0")
+        # The gloo groups are for checkpoint formats that gather on the host; ours does not.
+        return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+
+
+def _megatron_config(config: OptimizerConfig, dtype: torch.dtype, *, on_gpu: bool) -> MegatronOptimizerConfig:
     muon = {"muon_momentum": config.momentum} if config.kind == "muon" else {}
+    on_host = config.cpu_offload_fraction > 0
     return MegatronOptimizerConfig(
         optimizer=config.kind,
         lr=config.lr,
@@ -285,6 +336,17 @@ def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOpt
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
+        # Megatron's arguments ask for it with state on the host too: weights then have no float32 copy on the device.
+        use_precision_aware_optimizer=config.precision_aware or on_host,
+        main_grads_dtype=_DTYPES[config.main_grads_dtype],
+        main_params_dtype=_DTYPES[config.main_params_dtype],
+        exp_avg_dtype=_DTYPES[config.exp_avg_dtype],
+        exp_avg_sq_dtype=_DTYPES[config.exp_avg_sq_dtype],
+        optimizer_cpu_offload=on_host,
+        optimizer_offload_fraction=config.cpu_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_offload,
+        pin_cpu_grads=on_gpu,
+        pin_cpu_params=on_gpu,
         **muon,
     )
 
@@ -305,6 +367,27 @@ def _require_muon() -> None:
             where="optimizer.kind=muon",
             fix="pip install emerging-optimizers (Python 3.12), or optimizer.kind=adam",
         )
+
+
+def _require_fused_adam() -> None:
+    """Raise unless Transformer Engine's Adam is there, with state of dtypes of its own."""
+    try:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    except ImportError:
+        problem = "is not installed"
+    else:
+        found = inspect.signature(FusedAdam).parameters
+        missing = [
+            name for name in ("exp_avg_dtype", "use_decoupled_grad", "store_param_remainders") if name not in found
+        ]
+        if not missing:
+            return
+        problem = f"has no {missing[0]}"
+    raise SetupError(
+        f"state of lower precision is that of Transformer Engine's FusedAdam, which {problem}",
+        where="optimizer.precision_aware=true",
+        fix="pip install 'megarl[gpu]', or optimizer.precision_aware=false",
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ whole on one rank: views of the state itself are saved and loaded. Pieces of the
 
 Invariants:
 1. Every parameter's state is saved by one data-parallel rank; that rank is known from the layout of the buffer alone.
-2. State a rank holds whole is neither copied to be saved nor to be loaded.
+2. State a rank holds whole is neither copied to be saved nor to be loaded, unless it is held in less than float32.
 3. A rank reads the state of parameters of which it holds a piece, and no other.
 """
 
@@ -23,6 +23,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
+
+from megarl.train.megatron import host_optimizer, precision
 
 SHARDING_TYPE = "fully_reshardable"
 
@@ -62,7 +64,9 @@ def sharded_state(
     if metadata["distrib_optim_sharding_type"] != SHARDING_TYPE:
         raise ValueError(f"sharding type {metadata['distrib_optim_sharding_type']}, expected {SHARDING_TYPE}")
     described: dict[str, Any] = part.state_dict()
-    if is_loading:
+    if host_optimizer.is_hybrid(part.optimizer):
+        described = host_optimizer.described(described)
+    elif is_loading:
         part.load_state_dict(part.state_dict())  # allocates what the inner optimizer has not made yet
     rank = part.data_parallel_group.rank()
     found = _places(part)
@@ -91,14 +95,17 @@ def take_loaded(part: Any, loaded: Mapping[int, Mapping[str, Tensor]]) -> None:
             continue
         start, stop = place.pieces[rank]
         pieces = {key: tensor.flatten()[start:stop] for key, tensor in loaded[place.index].items()}
-        if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            part._set_main_param_and_optimizer_states(place.parameter, pieces)
+        if is_precision_aware(part):
+            precision.take_state(part.optimizer, _main(part, place.parameter), pieces)
             continue
         # Megatron's setter would look for Adam's step among the pieces (0.16.1).
         for key, tensor in _state(part, place).items():
             tensor.copy_(pieces[key])
-    if hasattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers"):  # Megatron's optimizer that is partly on the CPU
-        part.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def is_precision_aware(part: Any) -> bool:
+    """Whether the inner optimizer is Transformer Engine's with state of its own dtypes, float32 weights included."""
+    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not host_optimizer.is_hybrid(part.optimizer)
 
 
 def _places(part: Any) -> list[_Place]:
@@ -122,8 +129,27 @@ def _places(part: Any) -> list[_Place]:
 
 def _state(part: Any, place: _Place) -> dict[str, Tensor]:
     """This rank's elements of a parameter's state by kind, flat; without Adam's step, which groups hold."""
-    tensors = part._get_main_param_and_optimizer_states(place.parameter)
+    inner, main = part.optimizer, _main(part, place.parameter)
+    if host_optimizer.is_hybrid(inner):
+        return host_optimizer.state_of(inner, main)
+    if is_precision_aware(part):
+        return precision.state_of(inner, main)
+    tensors = {"param": main, **inner.state[main]}
     return {key: tensors[key].detach() for key in sorted(tensors) if torch.is_tensor(tensors[key]) and key != "step"}
+
+
+def _main(part: Any, parameter: Tensor) -> Tensor:
+    """This rank's elements of a parameter as the inner optimizer's groups have them.
+
+    Megatron-Core's own map counts a group's parameters in the order of their buffers, the groups have float32 ones
+    first: beside bfloat16 weights a critic's head is one (0.16.1 and 0.19.2; distrib_optimizer.py,
+    ``_build_model_and_main_param_groups``).
+    """
+    group, _ = part.model_param_group_index_map[parameter]
+    models = [*part.model_fp32_groups[group], *part.model_float16_groups[group]]
+    index = next(index for index, model in enumerate(models) if model is parameter)
+    main: Tensor = part.optimizer.param_groups[group]["params"][index]
+    return main
 
 
 def _whole_tensors(part: Any, found: list[_Place], rank: int) -> dict[int, dict[str, Tensor]]:
@@ -184,9 +210,7 @@ def _targets(part: Any, found: list[_Place], rank: int) -> dict[int, dict[str, T
 
 def _is_in_place(part: Any, place: _Place) -> bool:
     """Whether what ``_state`` returns is the optimizer's own memory and whole."""
-    is_scaled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-    is_hybrid = hasattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers")
-    return len(place.pieces) == 1 and not is_scaled and not is_hybrid
+    return len(place.pieces) == 1 and not is_precision_aware(part)
 
 
 def _entry(weight: Any, key: str, tensor: Tensor, *, replica: int) -> Any:

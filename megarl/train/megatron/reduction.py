@@ -26,7 +26,7 @@ BUCKET_ELEMENTS: int | None = None
 def reducing(modules: Sequence[Any], optimizer: OptimizerConfig) -> list[nn.Module]:
     """Each module with gradient buffers that are reduced over data parallelism."""
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=optimizer.main_grads_dtype == "float32",
         use_distributed_optimizer=optimizer.distributed,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
         overlap_param_gather=optimizer.overlap_param_gather,

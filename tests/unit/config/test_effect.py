@@ -33,6 +33,17 @@ EFFECT_CASES = {
     "critic.optimizer.beta2": ("0.99", None),
     "critic.optimizer.eps": ("1e-6", None),
     "actor.engine.offload": ("true", GPU),
+    **{
+        f"{role}.optimizer.{name}": (value, on)
+        for role in ("actor", "critic")
+        for precise in [[*GPU, f"{role}.optimizer.precision_aware=true"]]
+        for name, value, on in [
+            ("overlap_cpu_offload", "true", [f"{role}.optimizer.cpu_offload_fraction=0.5"]),
+            ("exp_avg_dtype", "bfloat16", precise),
+            ("exp_avg_sq_dtype", "float16", precise),
+            ("main_params_dtype", "float16", precise),
+        ]
+    },
     "actor.engine.fp8_recipe": ("tensorwise", [*GPU, "actor.engine.fp8=hybrid"]),
     "critic.engine.fp8_recipe": ("mxfp8", [*GPU, "critic.engine.fp8=e4m3"]),
     "critic.optimizer.schedule.decay_steps": ("5", ["critic.optimizer.schedule.kind=cosine"]),
@@ -90,6 +101,13 @@ def test_a_key_without_effect_is_refused(train_yaml: str, key: str):
         load_train(train_yaml, [*setup, f"{key}={value}", *OFF.get(key, [])])
     assert [line for line in caught.value.violations if line.startswith(key) and line.endswith(f"[rule {RULE}]")]
     load_train(train_yaml, [*setup, f"{key}={value}", *(on or [])])
+
+
+def test_nothing_makes_room_for_engines_elsewhere(train_yaml: str):
+    split = [*GPU, "cluster.placement=split"]
+    with pytest.raises(ConfigError, match=r"actor\.engine\.offload: expected placement colocated"):
+        load_train(train_yaml, [*split, "actor.engine.offload=true"])
+    load_train("grpo_7b", ["cluster.placement=split", "cluster.num_nodes=2"])  # the preset's key stands in nobody's way
 
 
 def test_baselines_of_bypass_know_no_rejection(train_yaml: str):

@@ -8,13 +8,10 @@ from megarl.config.load import load_sft, load_train
 from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES
 from megarl.errors import ConfigError
 from tests.unit.config.layout_rules import CRITIC, LAYOUT_CASES
+from tests.unit.config.optimizer_rules import OPTIMIZER_CASES
 
 GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
-PLAIN = ["critic.optimizer.distributed=false"]
 TP = ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"]
-LINEAR = "actor.optimizer.schedule.kind=linear"
-WSD = "actor.optimizer.schedule.kind=wsd"
-SGD = "actor.optimizer.kind=sgd"
 WEIGHTS = "algorithm.correction.weights=token"
 REJECT = "algorithm.correction.reject=[{statistic: token_k3, upper: 1}]"
 OTB = "algorithm.advantage.kind=optimal_token_baseline"
@@ -33,14 +30,7 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         )
     ],
     **LAYOUT_CASES,
-    "only_adam_is_sharded": [
-        ("actor.optimizer.distributed", [SGD], [SGD, "actor.optimizer.distributed=false"]),
-        (
-            "critic.optimizer.distributed",
-            [*CRITIC, "critic.optimizer.kind=muon"],
-            [*CRITIC, "critic.optimizer.kind=muon", "critic.optimizer.distributed=false"],
-        ),
-    ],
+    **OPTIMIZER_CASES,
     "adapters_are_on_layers_once": [
         (
             "actor.lora.targets",
@@ -69,23 +59,6 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             ["actor.engine.moe_bias_update_rate=0.001"],
         )
     ],
-    "decay_has_an_end": [
-        (
-            "actor.optimizer.schedule.decay_steps",
-            [LINEAR, "actor.optimizer.schedule.decay_steps=5", "actor.optimizer.schedule.warmup_steps=5"],
-            [LINEAR, "actor.optimizer.schedule.decay_steps=6", "actor.optimizer.schedule.warmup_steps=5"],
-        ),
-        (
-            "actor.optimizer.schedule.cooldown_steps",
-            [WSD, "actor.optimizer.schedule.decay_steps=9", "actor.optimizer.schedule.cooldown_steps=10"],
-            [WSD, "actor.optimizer.schedule.decay_steps=9", "actor.optimizer.schedule.cooldown_steps=9"],
-        ),
-        (
-            "actor.optimizer.schedule.min_lr",
-            [LINEAR, "actor.optimizer.schedule.decay_steps=9", "actor.optimizer.schedule.min_lr=1"],
-            [LINEAR, "actor.optimizer.schedule.decay_steps=9", "actor.optimizer.schedule.min_lr=1e-7"],
-        ),
-    ],
     "microbatch_holds_longest_sequence": [
         (
             "actor.engine.microbatch_tokens",
@@ -106,23 +79,6 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             "actor.engine.microbatch_tokens",
             [*TP, "data.max_prompt_tokens=1025", "actor.engine.microbatch_tokens=2049"],
             [*TP, "data.max_prompt_tokens=1025", "actor.engine.microbatch_tokens=2050"],
-        ),
-    ],
-    "gather_overlaps_in_buckets": [
-        (
-            "actor.optimizer.overlap_param_gather",
-            ["actor.optimizer.overlap_param_gather=true"],
-            ["actor.optimizer.overlap_param_gather=true", "actor.optimizer.overlap_grad_reduce=true"],
-        ),
-        (
-            "critic.optimizer.overlap_param_gather",
-            [
-                *CRITIC,
-                "critic.optimizer.overlap_param_gather=true",
-                "critic.optimizer.overlap_grad_reduce=true",
-                *PLAIN,
-            ],
-            [*CRITIC, "critic.optimizer.overlap_param_gather=true", "critic.optimizer.overlap_grad_reduce=true"],
         ),
     ],
     "fp8_multiplies_bfloat16": [
@@ -370,6 +326,13 @@ TRAIN_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ),
         ("data.train.1.answer_column", ["data.train.1.answer_column=null"], ["data.train.1.answer_column=solution"]),
     ],
+    "critic_has_no_logits": [
+        (
+            "critic.engine.logits_chunk_tokens",
+            [*CRITIC, "critic.engine.logits_chunk_tokens=64"],
+            [*CRITIC, "actor.engine.logits_chunk_tokens=64"],
+        ),
+    ],
     "warmup_ends": [
         ("critic.warmup_steps", [*CRITIC, "critic.warmup_steps=4"], [*CRITIC, "critic.warmup_steps=3"]),
     ],
@@ -389,6 +352,10 @@ SFT_CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             ["eval_every_steps=5"],
             ["eval_every_steps=5", "data.validation=[{kind: reasoning_gym, task: chain_sum, seed: 9}]"],
         )
+    ],
+    "nothing_shares_its_devices": [
+        ("actor.engine.offload", [*GPU, "actor.engine.offload=true"], GPU),
+        ("cluster.placement", ["cluster.placement=split"], ["cluster.placement=colocated"]),
     ],
     "microbatch_holds_longest_sequence": [
         ("actor.engine.microbatch_tokens", ["data.max_tokens=16385"], ["data.max_tokens=16384"])

@@ -3,14 +3,15 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.load import load_sft, load_train
-from megarl.config.schema.train import LoraConfig
+from megarl.config.schema.train import LoraConfig, OptimizerConfig
 from megarl.parallel.grid import ParallelLayout
 from megarl.planning.finding import errors
 from megarl.planning.forecast import check_memory, forecast
 from megarl.planning.gpus import GPUS
 from megarl.planning.known_models import known_spec
-from megarl.planning.memory import engine_bytes, state_bytes
+from megarl.planning.memory import engine_bytes
 from megarl.planning.model_fit import check_specs
+from megarl.planning.state import state_bytes
 from megarl.planning.storage import checkpoint_bytes
 
 H100 = GPUS["h100"]
@@ -43,7 +44,7 @@ def test_state_is_eighteen_bytes_a_parameter_and_less_with_replicas():
     assert one.total / spec.num_parameters() == pytest.approx(18, rel=1e-3)
     eight = state_bytes(spec, ParallelLayout(dp=8), "bfloat16")
     assert eight.total / spec.num_parameters() == pytest.approx(6 + 12 / 8, rel=1e-3)
-    assert state_bytes(spec, ParallelLayout(dp=8), "bfloat16", distributed=False) == one
+    assert state_bytes(spec, ParallelLayout(dp=8), "bfloat16", optimizer=OptimizerConfig(distributed=False)) == one
 
 
 def test_roles_that_take_turns_are_not_on_the_device_together():
@@ -60,13 +61,53 @@ def test_roles_that_take_turns_are_not_on_the_device_together():
 
 def test_moments_and_the_copy_of_a_background_save_follow_the_optimizer():
     spec = known_spec("Llama-3.1-8B")
-    plain, sgd = (state_bytes(spec, ParallelLayout(), "bfloat16", moments=moments) for moments in (2, 1))
+    plain, sgd = (
+        state_bytes(spec, ParallelLayout(), "bfloat16", optimizer=OptimizerConfig(kind=kind, distributed=False))
+        for kind in ("adam", "sgd")
+    )
     assert (plain.total - sgd.total) / spec.num_parameters() == pytest.approx(4, rel=1e-3)
     config = load_train("grpo_7b", ["checkpoint.background=true", "checkpoint.every_steps=10"]).config
     expected = forecast(config, known_spec("Qwen2.5-7B"), spec, H100)
     # A node has all of the role: 14 bytes a parameter, weights and float32 state once, whatever the replicas.
     copied = expected.host["actor checkpoint"] / known_spec("Qwen2.5-7B").num_parameters()
     assert copied == pytest.approx(14, rel=0.02) if config.cluster.num_nodes == 1 else copied < 14
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "host"),
+    [
+        (
+            {"cpu_offload_fraction": 1.0},
+            6,
+            16,
+        ),  # weights and gradients stay; there are float32 ones of both, and moments
+        ({"cpu_offload_fraction": 1.0, "main_grads_dtype": "bfloat16"}, 4, 16),
+        ({"cpu_offload_fraction": 0.5}, 6 + 12 / 2, 16 / 2),
+        ({"cpu_offload_fraction": 0.5, "main_grads_dtype": "bfloat16"}, 4 + 16 / 2, 16 / 2),
+        ({"precision_aware": True}, 6 + 2 + 8, 0),  # half of a float32 weight is the bfloat16 one
+        ({"precision_aware": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float16"}, 6 + 2 + 4, 0),
+        ({"precision_aware": True, "main_params_dtype": "float16", "main_grads_dtype": "bfloat16"}, 4 + 2 + 8, 0),
+    ],
+)
+def test_state_on_the_host_or_in_less_than_float32_is_counted(options: dict, device: float, host: float):
+    spec = known_spec("Llama-3.1-8B")
+    state = state_bytes(spec, ParallelLayout(), "bfloat16", optimizer=OptimizerConfig(**options))
+    assert state.total / spec.num_parameters() == pytest.approx(device, rel=1e-3)
+    assert state.host / spec.num_parameters() == pytest.approx(host, rel=1e-3)
+
+
+def test_state_on_the_host_is_the_nodes_and_saved_whole():
+    flags = ["checkpoint.background=true", "checkpoint.every_steps=10"]
+    plain, moved = (
+        forecast(load_train("grpo_7b", [*flags, *more]).config, spec, spec, H100)
+        for spec in [known_spec("Qwen2.5-7B")]
+        for more in ([], ["actor.optimizer.cpu_offload_fraction=1"])
+    )
+    assert moved.ranks["actor"]["optimizer"] == 0 < moved.ranks["actor"]["optimizer_on_host"]
+    assert sum(moved.phases["update_actor"].values()) < sum(plain.phases["update_actor"].values())
+    assert moved.host["actor optimizer"] > 0 and "actor optimizer" not in plain.host
+    assert moved.host["actor checkpoint"] == plain.host["actor checkpoint"]
+    assert moved.host["actor offloaded"] < plain.host["actor offloaded"]
 
 
 def test_adapters_leave_weights_their_own_state_and_no_reference():
