@@ -107,6 +107,7 @@ class ProgressLine(Progress):
         self._lock = threading.Lock()
         self._every_s = 0.2 if sys.stderr.isatty() else 10.0
         self.work_s = 0.0
+        self.is_kept = False
         self._phases: list[str] = []
         self._phase_started = time.monotonic()
 
@@ -127,6 +128,7 @@ class ProgressLine(Progress):
             sys.stderr.write(f"\r{text:<60}" if sys.stderr.isatty() else f"{text}\n")
 
     def phase(self, name: str) -> None:
+        self.is_kept = name == "kept"
         if not self._phases:
             self._phase_started = time.monotonic()
         self._phases.append(name)
@@ -140,6 +142,9 @@ class ProgressLine(Progress):
 
 def report(receipt: dict[str, Any], target: str, progress: ProgressLine) -> None:
     """What was done, for people."""
+    if progress.is_kept:
+        sys.stdout.write(f"{target} is complete already, digest {receipt['target']['digest'][:16]}\n")
+        return
     size = sum(receipt["target"]["files"].values())
     sys.stdout.write(f"wrote {target}: {len(receipt['tensors'])} tensors, {size / 1e9:.2f} GB")
     sys.stdout.write(f", copied in {progress.work_s:.2f} s, digest {receipt['target']['digest'][:16]}\n")

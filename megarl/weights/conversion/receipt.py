@@ -59,13 +59,7 @@ def receipt(
         "versions": {name: version(name) for name in ("megarl", "numpy")} | {"python": platform.python_version()},
         "source": {
             "format": source.format,
-            "directory": str(source.directory),
-            "files": {
-                path.name
-                if path.parent == source.directory
-                else str(path.relative_to(source.directory)): path.stat().st_size
-                for path in source.files
-            },
+            **_identity(source),
             "digest": digest_of(before),
             "iteration": source.iteration,
         },
@@ -74,6 +68,25 @@ def receipt(
         "plan": {"digest": plan.digest, "copies": len(plan.copies)},
         "tensors": tensors,
         "dropped": _dropped(source, plan),
+    }
+
+
+def is_receipt_of(content: Mapping[str, Any], source: Source, plan: Plan, options: Mapping[str, Any]) -> bool:
+    """Whether a receipt is of this source with files of these sizes and times, by this plan and with these options."""
+    held, target = content.get("source", {}), content.get("target", {})
+    return bool(
+        {name: held.get(name) for name in ("directory", "files", "modified_ns")} == _identity(source)
+        and content.get("plan", {}).get("digest") == plan.digest
+        and {name: target.get(name) for name in options} == json.loads(json.dumps(dict(options)))
+    )
+
+
+def _identity(source: Source) -> dict[str, Any]:
+    found = {str(path.relative_to(source.directory)): path.stat() for path in source.files}
+    return {
+        "directory": str(source.directory),
+        "files": {name: status.st_size for name, status in found.items()},
+        "modified_ns": {name: status.st_mtime_ns for name, status in found.items()},
     }
 
 

@@ -29,7 +29,7 @@ from megarl.weights.conversion.copying import (
     run,
 )
 from megarl.weights.conversion.journal import Journal
-from megarl.weights.conversion.receipt import MANIFEST, receipt
+from megarl.weights.conversion.receipt import MANIFEST, is_receipt_of, read_receipt, receipt
 from megarl.weights.conversion.source import HF_FOLDER, Source
 from megarl.weights.conversion.target import Target
 from megarl.weights.files.arrays import Array
@@ -52,7 +52,7 @@ class Progress:
         """Bytes moved; called by several threads."""
 
     def phase(self, name: str) -> None:
-        """A new phase: reserve, check, copy, complete."""
+        """A new phase: reserve, check, copy, complete; kept, where an earlier attempt had completed it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Settings:
     Args:
         workers: threads.
         max_memory: bytes for blocks of all workers together.
-        resume: continue an interrupted conversion.
+        resume: continue an interrupted conversion; one that is complete is left as it is.
         overwrite: replace an existing target when the new one is complete.
         durable: wait for the disk before the target gets its name.
     """
@@ -115,12 +115,18 @@ def convert(
     if not final.name:
         raise CheckpointError("the target exists", where=str(final), fix="choose another name")
     temporary, journal_path = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.journal")
-    if not (settings.resume and journal_path.exists()):
+    if not (settings.resume and (journal_path.exists() or (final / MANIFEST).exists())):
         _check_place(final, source, settings)
     block_bytes = settings.block_bytes()
     target = make_target(temporary)
     plan = plan_copies(source.store.regions, target.store.regions)
     check_plan(plan)
+    if settings.resume and not journal_path.exists() and (final / MANIFEST).exists():
+        content = read_receipt(final)
+        if is_receipt_of(content, source, plan, options):
+            progress.phase("kept")
+            return content
+        _check_place(final, source, settings)
     jobs = jobs_of(plan, source.store, target.store, scales=source.scales)
     identity = _identity(source, plan.digest, options)
     journal = Journal(journal_path, identity, resume=settings.resume)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
 import resource
 import shutil
@@ -165,6 +166,29 @@ def test_killed_after_the_rename_there_is_nothing_left_to_do(tmp_path, model, mo
     assert target.exists() and (tmp_path / ".dist.journal").exists()
     receipt = to_dist(source, target, Settings(resume=True, durable=False))
     assert receipt["tensors"] and not (tmp_path / ".dist.journal").exists()
+
+
+def test_a_complete_conversion_of_the_same_is_left_as_it_is(tmp_path, model):
+    source, target, settings = open_source(model), tmp_path / "dist", Settings(resume=True, durable=False)
+    first = to_dist(source, target, settings)
+    again = CountBytes()
+    assert to_dist(source, target, settings, again) == first and again.count == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["dist"]
+    with pytest.raises(CheckpointError, match="the target exists"):
+        to_hf_resumed(source, target)
+    with pytest.raises(CheckpointError, match="the target exists"):
+        to_dist(source, target, Settings(durable=False))
+    shutil.copytree(model, tmp_path / "model")
+    to_dist(open_source(tmp_path / "model"), tmp_path / "moved", settings)
+    os.utime(sorted((tmp_path / "model").glob("*.safetensors"))[0])
+    with pytest.raises(CheckpointError, match="the target exists"):  # of the same size, but written since
+        to_dist(open_source(tmp_path / "model"), tmp_path / "moved", settings)
+    assert open_source(target).format == "torch_dist"
+
+
+def to_hf_resumed(source: Source, target: Path) -> dict[str, Any]:
+    make = lambda place: hf_target(place, source.spec, source.dtypes, value_head=False)  # noqa: E731
+    return convert(source, target, make, {}, Settings(resume=True, durable=False))
 
 
 def test_a_conversion_of_something_else_is_not_continued(tmp_path, model):
