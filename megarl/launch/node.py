@@ -31,6 +31,9 @@ GIB = 2**30
 LOOK_S = 2.0
 """Between two looks at the head."""
 
+ANSWER_S = 2.0
+"""How long its machine has to answer."""
+
 
 def object_store_bytes(total: int, shared: int) -> int:
     """Ray's object store: batches pass through it, weights do not, so Ray's 30 % of memory would be wasted.
@@ -96,7 +99,7 @@ class Head:
         """Whether somebody does; None where the machine says nothing, as one that is busy does."""
         host, _, port = self._address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), timeout=LOOK_S).close()
+            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
         except ConnectionRefusedError:
             return False
         except OSError as error:
