@@ -98,6 +98,9 @@ def _attend_without_transformer_engine() -> None:
     # In 0.16 it says that the import succeeded, which without Transformer Engine gives placeholders.
     found = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
     attention.HAVE_TE = found  # type: ignore[attr-defined]
+    # What it cuts, in pinned memory, is a table made at construction that only fused kernels read.
+    yarn = importlib.import_module("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
+    yarn.get_pos_emb_on_this_cp_rank = lambda table, *_: table  # type: ignore[attr-defined]
 
 
 def _route_without_transformer_engine() -> None:
@@ -156,9 +159,10 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     ),
     Adaptation(
         name="latent-attention",
-        reason="YaRN's frequencies are made on torch.cuda.current_device(): "
-        "models/common/embeddings/yarn_rotary_pos_embedding.py:76,122,126; whether the output layer is one of "
-        "Transformer Engine's is asked without it too: transformer/multi_latent_attention.py:184 / -",
+        reason="YaRN's frequencies are made on torch.cuda.current_device(), and a part of their table in pinned memory "
+        "under context parallelism: models/common/embeddings/yarn_rotary_pos_embedding.py:76,122,126,186; whether the "
+        "output layer is one of Transformer Engine's is asked without it too: "
+        "transformer/multi_latent_attention.py:184 / -",
         modules=("models.common.embeddings.yarn_rotary_pos_embedding",),
         replace=_attend_without_transformer_engine,
     ),

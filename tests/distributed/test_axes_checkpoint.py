@@ -24,10 +24,11 @@ PATHS = {
         ParallelLayout(tp=2, ep=2, sequence_parallel=True),
         ParallelLayout(pp=2, vpp=2, dp=2, ep=2),
     ),
+    "latent-attention-cp": ("latent", ParallelLayout(cp=2, ep=2), ParallelLayout(dp=2, ep=2)),
     "biased": ("biased", ParallelLayout(cp=2, ep=2), ParallelLayout(tp=2, etp=2, sequence_parallel=True)),
     "tp-to-ep": ("experts", ParallelLayout(tp=2, sequence_parallel=True), ParallelLayout(pp=2, dp=2, ep=2)),
 }
-SLOW = ("tp-to-ep", "latent", "biased")
+SLOW = ("tp-to-ep", "latent", "latent-attention-cp", "biased")
 
 
 def update(rank: Rank, model: str, layout: ParallelLayout, directory: Path, is_new: bool) -> Any:
