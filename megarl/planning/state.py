@@ -14,6 +14,7 @@ from megarl.config.schema.train import STATE_BYTES, LoraConfig, OptimizerConfig
 from megarl.models import ModelSpec
 from megarl.parallel.grid import Coordinate, ParallelLayout
 from megarl.planning.adapters import adapter_sizes
+from megarl.planning.latent_memory import routing_bytes
 from megarl.weights.layout import megatron_regions, parameter_shapes
 
 WEIGHT_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4}
@@ -69,9 +70,10 @@ def state_bytes(
         alike, apart = (sizes + head, ()) if dtype == "float32" else (sizes, head)
         buffers += [(alike, width, ranks), (experts, width, layout.expert_dp), (apart, _F32, ranks)]
     buffers = [buffer for buffer in buffers if buffer[0]]
+    routing = routing_bytes(spec, layout, stage)
     if not trained:
-        return StateBytes(sum(width * sum(members) for members, width, _ in buffers))
-    weights, gradients, on_device, on_host = frozen, 0, 0, 0
+        return StateBytes(routing + sum(width * sum(members) for members, width, _ in buffers))
+    weights, gradients, on_device, on_host = routing + frozen, 0, 0, 0
     for members, width, dp in buffers:
         numel = _padded(members, dp) if distributed else sum(members)
         weights += width * numel
@@ -114,7 +116,7 @@ def _cached_sizes(spec: ModelSpec, layout: ParallelLayout, stage: int, value_hea
     chunks: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(layout.vpp)]
     for name, shape in shapes.items():
         if name.endswith("router.expert_bias"):
-            continue  # a buffer, without gradient or optimizer state
+            continue  # no parameter: ``routing_bytes``
         chunk = int(name.removeprefix("model").partition(".")[0]) if layout.vpp > 1 else 0
         # Experts are reduced over other ranks than the rest (train/megatron/experts.py).
         is_apart = ".mlp.experts." in name
