@@ -1,4 +1,7 @@
-"""What DeepSeek's layers need beyond others: latent attention (``train/megatron/latent.py``), biased routers."""
+"""What DeepSeek's layers need beyond others: latent attention (``train/megatron/latent.py``), biased routers.
+
+Weights, gradients and optimizer state are counted; what latent attention keeps follows the code and was not measured.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.data.batch import Batch, Ragged
-from megarl.models.spec import LatentAttention, MixtureOfExperts, ModelSpec
+from megarl.models.spec import MixtureOfExperts, ModelSpec
 from megarl.parallel.grid import ParallelLayout
 from megarl.planning.memory import rank_memory
 from megarl.planning.state import StateBytes
@@ -38,23 +38,6 @@ EXPERTS = replace(
     family="qwen2_moe",
     moe=MixtureOfExperts(
         num_experts=8, top_k=2, ffn_hidden_size=120, dense_layers=(1,), shared_ffn_hidden_size=88, shared_gate=True
-    ),
-)
-LATENT = replace(
-    SPEC,
-    family="deepseek_v3",
-    qkv_bias=False,
-    num_kv_heads=6,
-    head_dim=28,
-    mla=LatentAttention(72, kv_lora_rank=48, nope_head_dim=20, rope_head_dim=8, v_head_dim=16),
-    moe=MixtureOfExperts(
-        num_experts=8,
-        top_k=2,
-        ffn_hidden_size=120,
-        dense_layers=(0,),
-        shared_ffn_hidden_size=88,
-        score="sigmoid",
-        expert_bias=True,
     ),
 )
 TOKENS, PROMPT, RESPONSE = 512, 64, 192
@@ -152,14 +135,6 @@ def test_memory_of_experts_is_what_was_forecast(
 ):
     """Within twice the tolerance: experts are taken to be visited alike, which those of random weights nearly are."""
     compare(ranks, EXPERTS, layout, dtype, recompute, distributed, num_microbatches, tolerance=2 * TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "dtype", "recompute", "distributed", "num_microbatches"), EXPERT_CASES)
-def test_memory_of_latent_attention_is_what_was_forecast(
-    ranks: RankPool, layout: ParallelLayout, dtype: str, recompute: str, distributed: bool, num_microbatches: int
-):
-    compare(ranks, LATENT, layout, dtype, recompute, distributed, num_microbatches, tolerance=2 * TOLERANCE)
 
 
 LORA = LoraConfig(rank=8)
