@@ -42,7 +42,8 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 JobRequeue=1
 GresTypes=gpu
-KillWait=10
+KillWait=30
+SlurmdTimeout={daemon_timeout_s}
 SlurmdParameters=config_overrides
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} RealMemory=4000 \\
   Gres=gpu:8
@@ -84,11 +85,19 @@ def _free_ports(count: int) -> int:
 
 
 class SlurmCluster:
-    """Started on entry, ended on exit; ``environment`` makes Slurm's commands use it."""
+    """Started on entry, ended on exit; ``environment`` makes Slurm's commands use it.
 
-    def __init__(self, root: Path, *, nodes: int = 4, cpus: int = 2) -> None:
-        self.root, self.nodes, self.cpus = root, nodes, cpus
+    Args:
+        root: its folder.
+        nodes: node daemons.
+        cpus: of a node.
+        daemon_timeout_s: after how long a node whose daemon is silent is down.
+    """
+
+    def __init__(self, root: Path, *, nodes: int = 4, cpus: int = 2, daemon_timeout_s: int = 300) -> None:
+        self.root, self.nodes, self.cpus, self.daemon_timeout_s = root, nodes, cpus, daemon_timeout_s
         self.run_dir = root / "run"
+        self._orphans: set[int] = set()
         self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(root / "slurm.conf")}
 
     def __enter__(self) -> SlurmCluster:
@@ -108,6 +117,7 @@ class SlurmCluster:
                 last=first + self.nodes,
                 nodes=self.nodes,
                 cpus=self.cpus,
+                daemon_timeout_s=self.daemon_timeout_s,
                 root=self.root,
                 run=self.run_dir,
             )
@@ -154,7 +164,7 @@ class SlurmCluster:
         end = time.monotonic() + 10
         while any(_kill(pid, 0) for pid in pids) and time.monotonic() < end:
             time.sleep(0.1)
-        for pid in pids:
+        for pid in (*pids, *self._orphans):
             _kill(pid, 9)
 
     def _command(self, command: list[str], attempts: int = 1) -> str:
@@ -225,6 +235,15 @@ class SlurmCluster:
         except psutil.Error:
             return False
         return (variables.get("SLURMD_NODENAME"), variables.get("SLURM_CONF")) == (node, self.environment["SLURM_CONF"])
+
+    def kill_daemon(self, name: str) -> None:
+        """Kill a node's daemon alone: Slurm's processes for its steps, and all that they started, live on.
+
+        What waits for the daemon to come back is ended with the cluster.
+        """
+        there = [process for process in psutil.process_iter() if self._is_on(process, name)]
+        self._orphans |= {step.pid for process in there if (step := _step_of(process)) is not None}
+        os.kill(int((self.run_dir / f"slurmd-{name}.pid").read_text()), signal.SIGKILL)
 
     def bring_back(self, name: str) -> None:
         """Start the daemon of a lost node again."""

@@ -7,7 +7,6 @@ a node: it has no engine to wait for.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -260,7 +259,7 @@ def test_a_node_whose_daemon_was_killed_is_named_before_ray_starts(tmp_path: Pat
     with SlurmCluster(tmp_path / "slurm", nodes=2) as cluster:
         job = Job(cluster, tmp_path, "true", lines=f"export MEGARL_REQUEUES=0\n{wait}\nCOMMAND=exec PRESET=")
         cluster.wait_for((tmp_path / "ready").is_file, 60)
-        os.kill(int((cluster.run_dir / "slurmd-n2.pid").read_text()), signal.SIGKILL)
+        cluster.kill_daemon("n2")
         (tmp_path / "go").touch()
         cluster.wait_for(lambda: "not requeued: 0 of 0" in job.output, 120)
         cluster.wait_for(lambda: not leftovers(tmp_path), 60)
@@ -297,6 +296,35 @@ def test_a_node_lost_in_mid_step_is_named_and_the_job_goes_on_until_its_budget_i
                 assert f"after step {saved} from" in job.output
         state = job.end()
         assert (state["JobState"], state["ExitCode"]) == ("FAILED", "13:0")
+
+
+def test_a_job_outlives_a_daemon_that_dies_alone_and_ends_everywhere(tmp_path: Path):
+    """No signal of Slurm's reaches that node any more: its Ray ends because the head has gone."""
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path / "slurm", nodes=2) as cluster:
+        job = signalled(cluster, tmp_path)
+        cluster.kill_daemon("n2")
+        cluster.signal(job.id, "USR2")
+        job.wait_for("SAVED", 30)
+        cluster.signal(job.id, "INT")
+        job.wait_for("the driver ended with exit code 130", 60)
+        cluster.wait_for(lambda: not leftovers(tmp_path), 30)
+    assert job.last_line == f"megarl: try ({job.id}), attempt 1 | the driver ended with exit code 130"
+
+
+def test_a_node_that_slurm_gives_up_is_named(tmp_path: Path):
+    """Slurm ends such a job itself and, with --requeue, queues it again: the launcher does not."""
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path / "slurm", nodes=2, daemon_timeout_s=15) as cluster:
+        job = signalled(cluster, tmp_path)
+        lost = "n1" if cluster.state(job.id)["BatchHost"] == "n2" else "n2"
+        cluster.kill_daemon(lost)
+        job.wait_for(f"attempt 1 | lost node {lost}: Slurm calls it down", 120)
+        assert job.last_line.endswith("| exit code 13") and "SIGTERM" in job.last_line
+        cluster.wait_for(lambda: not leftovers(tmp_path), 60)
+        cluster.cancel(job.id)
 
 
 def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: SlurmCluster, tmp_path: Path):
