@@ -92,7 +92,6 @@ def test_exported_experts_are_what_transformers_and_another_layout_read(
         biases = [reader.read(name) for name in reader.tensors if name.endswith(ROUTING_BIAS)]
     assert len(biases) == (0 if family == "qwen3_moe" else 3)
     assert all(bias.dtype == torch.float32 for bias in biases)
-    assert not biases or torch.cat(biases).any()  # two updates may have moved one there and back
 
 
 def check_export(ranks: RankPool, layout: ParallelLayout, model_dir: Path, target: Path) -> None:
