@@ -46,23 +46,6 @@ FAMILIES: dict[str, tuple[ParallelLayout, dict[str, Any]]] = {
     "mixtral": (EP2, {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
     "qwen2_moe": (EP2, {**EXPERTS, "shared_expert_intermediate_size": 160, "norm_topk_prob": False}),
     "qwen3_moe": (EP2, {**EXPERTS, "head_dim": 32, "norm_topk_prob": True, "tie_word_embeddings": False}),
-    "glm4_moe": (
-        EP2,
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 96,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "head_dim": 32,
-            "tie_word_embeddings": False,
-        },
-    ),
 }
 
 PROMPT = [70, 54, 57, 9]
@@ -84,9 +67,6 @@ class Model:
         torch.manual_seed(seed)
         for parameter in self.hf.parameters():
             torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 1.0)
-        for name, buffer in self.hf.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                torch.nn.init.normal_(buffer, std=0.2)
         self.hf.save_pretrained(self.directory)
         path = self.directory / f"weights-{seed}.pt"
         torch.save(load_file(self.directory / "model.safetensors"), path)
