@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from megarl.rollout.vllm.target import DirectTarget
 from megarl.rollout.vllm.worker import WorkerExtension
@@ -16,7 +19,14 @@ BEGIN, FINISH = DirectTarget.begin, DirectTarget.finish
 
 
 class FaultyWorker(WorkerExtension):
-    """What megarl adds to vLLM's worker, and ``megarl_tell``."""
+    """What megarl adds to vLLM's worker, ``megarl_tell`` and ``megarl_group_timeouts_s``."""
+
+    def megarl_group_timeouts_s(self) -> list[float]:
+        """Of collectives, of every group that this rank is in."""
+        groups = [distributed_c10d._get_default_group()]
+        for coordinator in (get_world_group(), get_tp_group()):
+            groups += [coordinator.device_group, coordinator.cpu_group]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
     def megarl_tell(self, rank: int, kind: str, place: str) -> None:
         """The next fault of a rank: at a tensor, or inside ``layout``, ``connect``, ``start`` or ``finish``."""

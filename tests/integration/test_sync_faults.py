@@ -42,6 +42,7 @@ PROMPT = [70, 54, 57, 9]
 TIMEOUT_S, SHORT_S = 40.0, 2.0
 # From what happened until the driver knows it.
 REPORT_S = 8.0
+COLLECTIVE_S = 57.0
 
 DOWN, UP, QKV, NORM = (
     "model.layers.1.mlp.down_proj.weight",
@@ -63,7 +64,10 @@ class Ends:
         self.hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).float().eval()
         self.loop = Loop()
         config = RolloutConfig(tp=TP, dtype="float32", kv_cache_gib=0.25, max_num_seqs=8)
-        self.engine = EngineOnLoop(self.loop, VllmEngine(directory, config, device="cpu", max_model_len=64))
+        self.engine = EngineOnLoop(
+            self.loop,
+            VllmEngine(directory, config, device="cpu", max_model_len=64, collective_timeout_s=COLLECTIVE_S),
+        )
         self.engine.call("start")
         self.trainers = [self.trainer(rank) for rank in range(2)]
         self.version = 0
@@ -226,6 +230,12 @@ def test_an_end_that_is_late_is_named_at_the_time_out_and_heals(ends, transport,
     finally:
         awake.join()
     heals(ends, session)
+
+
+def test_groups_of_an_engine_have_the_time_out_of_the_configuration(ends):
+    """vLLM's own groups, whose default is torch's half an hour."""
+    found = ends.loop.run(ends.engine.engine._llm.collective_rpc("megarl_group_timeouts_s"))
+    assert found == [[COLLECTIVE_S] * 5] * TP
 
 
 def test_an_engine_whose_caches_are_in_use_does_not_commit_and_heals(ends, monkeypatch):
