@@ -109,7 +109,7 @@ def _unpickle(data: bytes, path: Path, records: dict[str, tuple[int, int]]) -> A
             return Opaque(f"tensor of {dtype}")
         step = ITEM_BYTES[dtype]
         array = Array(path, begin + start * step, dtype, tuple(shape))
-        if min(start, *array.shape, *strides) < 0 or (prod(shape) and start * step + array.num_bytes > size):
+        if min((start, *array.shape, *strides)) < 0 or (prod(shape) and start * step + array.num_bytes > size):
             raise _broken(path, f"a tensor of shape {list(shape)} exceeds its storage of {size} bytes")
         return Stored(array, tuple(strides))
 

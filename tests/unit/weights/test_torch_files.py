@@ -48,6 +48,7 @@ def test_tensors_of_an_archive_are_found_where_torch_put_them(tmp_path):
         "part": torch.arange(10)[2:5],
         "parameter": torch.nn.Parameter(torch.ones(3, 2)),
         "fp8": torch.ones(4).to(torch.float8_e4m3fn),
+        "step": torch.tensor(3.0),
         "turned": torch.arange(6.0).reshape(2, 3).T,
         "args": Namespace(num_layers=2),
         "plain": [1, 2.5, "x", None, True],
@@ -56,10 +57,10 @@ def test_tensors_of_an_archive_are_found_where_torch_put_them(tmp_path):
     read = read_archive(path)
     assert read["plain"] == content["plain"] and read["args"].num_layers == 2
     assert not read["turned"].is_contiguous and read["a"].is_contiguous
-    for name in ("a", "part", "parameter", "fp8"):
+    for name in ("a", "part", "parameter", "fp8", "step"):
         array = read[name].array
         raw = np.fromfile(path, np.uint8, array.num_bytes, offset=array.begin)
-        assert raw.tobytes() == content[name].detach().view(torch.uint8).numpy().tobytes(), name
+        assert raw.tobytes() == content[name].detach().reshape(-1).view(torch.uint8).numpy().tobytes(), name
         assert array.shape == tuple(content[name].shape)
 
 
