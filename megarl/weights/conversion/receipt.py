@@ -81,6 +81,18 @@ def is_receipt_of(content: Mapping[str, Any], source: Source, plan: Plan, option
     )
 
 
+def changed_files(directory: Path, content: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the files that a receipt names: missing, or of another size."""
+    found = []
+    for name, size in content.get("target", {}).get("files", {}).items():
+        path = directory / name
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            found.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+    return found
+
+
 def _identity(source: Source) -> dict[str, Any]:
     found = {str(path.relative_to(source.directory)): path.stat() for path in source.files}
     return {

@@ -29,10 +29,11 @@ from megarl.weights.conversion.copying import (
     run,
 )
 from megarl.weights.conversion.journal import Journal
-from megarl.weights.conversion.receipt import MANIFEST, is_receipt_of, read_receipt, receipt
+from megarl.weights.conversion.receipt import MANIFEST, changed_files, is_receipt_of, read_receipt, receipt
 from megarl.weights.conversion.source import HF_FOLDER, Source
 from megarl.weights.conversion.target import Target
 from megarl.weights.files.arrays import Array
+from megarl.weights.plan import Plan
 from megarl.weights.plan import plan as plan_copies
 from megarl.weights.region import Box, Region
 
@@ -122,10 +123,9 @@ def convert(
     plan = plan_copies(source.store.regions, target.store.regions)
     check_plan(plan)
     if settings.resume and not journal_path.exists() and (final / MANIFEST).exists():
-        content = read_receipt(final)
-        if is_receipt_of(content, source, plan, options):
+        if kept := _completed(final, source, plan, options):
             progress.phase("kept")
-            return content
+            return kept
         _check_place(final, source, settings)
     jobs = jobs_of(plan, source.store, target.store, scales=source.scales)
     identity = _identity(source, plan.digest, options)
@@ -154,6 +154,20 @@ def convert(
         journal.remove()
     finally:
         journal.close()
+    return content
+
+
+def _completed(final: Path, source: Source, plan: Plan, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The receipt of a target that an earlier call completed from the same; None where it is of something else."""
+    content = read_receipt(final)
+    if final.is_symlink() or not is_receipt_of(content, source, plan, options):
+        return None
+    if damaged := changed_files(final, content):
+        raise CheckpointError(
+            f"the target was complete, but {', '.join(damaged[:4])}",
+            where=str(final),
+            fix="make it again with --overwrite and without --resume",
+        )
     return content
 
 

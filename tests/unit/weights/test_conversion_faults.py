@@ -186,6 +186,18 @@ def test_a_complete_conversion_of_the_same_is_left_as_it_is(tmp_path, model):
     assert open_source(target).format == "torch_dist"
 
 
+def test_a_complete_conversion_that_lost_bytes_is_not_called_complete(tmp_path, model):
+    source, target, settings = open_source(model), tmp_path / "dist", Settings(resume=True, durable=False)
+    to_dist(source, target, settings)
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(CheckpointError, match="the target is a link"):
+        to_dist(source, tmp_path / "link", settings)
+    shard = next(target.glob("*.distcp"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=f"{shard.name} has [0-9]+ bytes instead of"):
+        to_dist(source, target, settings)
+
+
 def to_hf_resumed(source: Source, target: Path) -> dict[str, Any]:
     make = lambda place: hf_target(place, source.spec, source.dtypes, value_head=False)  # noqa: E731
     return convert(source, target, make, {}, Settings(resume=True, durable=False))

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from argparse import Namespace
 from enum import Enum
@@ -115,13 +116,17 @@ def test_a_pickle_that_is_none_is_refused():
     [
         b"cbuiltins\nbytearray\n(I9999999999999\ntR.",
         b"\x80\x04\x96\xff\xff\xff\xff\xff\xff\xff\x7f.",
+        b"\x80\x05\x96" + (1 << 28).to_bytes(8, "little") + b".",
         b"cargparse\nNamespace\n(N}X\x04\x00\x00\x00_get}stb.",
     ],
-    ids=["bytearray", "length", "class"],
+    ids=["bytearray", "length", "possible-length", "class"],
 )
 def test_a_pickle_takes_no_memory_of_its_own_choice_and_changes_no_class(data):
+    tracemalloc.start()
     with pytest.raises(CheckpointError, match="broken pickle"):
         loads(data)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
     # Entry 2^31 - 1 of its memory: the reader in C makes room for all of those before.
     assert loads(b"\x80\x02]r\xff\xff\xff\x7f.") == []
     assert loads(pickle.dumps(bytearray(b"ab"), 2)) == b"ab" and loads(pickle.dumps(bytearray(), 2)) == b""
