@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.load import load_sft, load_train
+from megarl.config.schema import SftConfig, TrainConfig
 from megarl.controller.placement import plan_placement
 from megarl.errors import ConfigError, MegarlError, NodeError, SetupError
 from megarl.launch import ray_cluster, slurm
@@ -29,14 +30,13 @@ LEAD_SHARE = 0.9
 """Of the time between SIGUSR1 and the time limit, what the driver has to save and end."""
 
 
-def program(words: Sequence[str], num_nodes: int, *, lead_s: int | None = None, is_restart: bool = False) -> Program:
+def program(words: Sequence[str], num_nodes: int, *, lead_s: int | None = None) -> Program:
     """Check the configuration and derive what the driver runs.
 
     Args:
         words: command, preset, key=value.
         num_nodes: of the allocation.
         lead_s: how long before the time limit Slurm sends SIGUSR1.
-        is_restart: the job was requeued: it goes on in its run directory, wherever its first attempt started from.
 
     Raises:
         ConfigError: the preset or the overrides are wrong.
@@ -45,14 +45,32 @@ def program(words: Sequence[str], num_nodes: int, *, lead_s: int | None = None, 
     if command == "exec":
         return Program(tuple(rest))
     preset, *keys = rest
-    overrides = [f"cluster.num_nodes={num_nodes}", *keys]
-    config = load_sft(preset, overrides).config if command == "sft" else load_train(preset, overrides).config
+    config = _load(words, num_nodes)
     slots = plan_placement(config).slots_per_node if config.cluster.device == "cpu" else None
-    if is_restart and (Path(config.run.dir) / "checkpoints" / "latest").is_file():
-        keys.append("run.resume=auto")
     # The rest is for the driver to end in, and for Slurm to notice.
     within_s = None if lead_s is None else LEAD_SHARE * lead_s
     return Program(("megarl", command, preset, *keys), slots, within_s)
+
+
+def resumed(words: Sequence[str], num_nodes: int) -> list[str]:
+    """The words of a requeued job: it goes on in its run directory, wherever its first attempt started from.
+
+    Without a checkpoint there, or where the configuration is wrong, which the doctor reports, they stay as they are.
+    """
+    if words[0] != "exec":
+        try:
+            config = _load(words, num_nodes)
+        except ConfigError:
+            return list(words)
+        if (Path(config.run.dir) / "checkpoints" / "latest").is_file():
+            return [*words, "run.resume=auto"]
+    return list(words)
+
+
+def _load(words: Sequence[str], num_nodes: int) -> TrainConfig | SftConfig:
+    command, preset, *keys = words
+    overrides = [f"cluster.num_nodes={num_nodes}", *keys]
+    return load_sft(preset, overrides).config if command == "sft" else load_train(preset, overrides).config
 
 
 def examine(command: str, words: Sequence[str], allocation: slurm.Allocation, is_dry_run: bool) -> Diagnosis:
@@ -137,13 +155,15 @@ def say(line: str) -> None:
 def _attempt(args: argparse.Namespace, allocation: slurm.Allocation, settings: Mapping[str, str]) -> Outcome:
     words = [args.command, *args.words]
     wanted = slurm.wanted_nodes(args.script, settings, len(allocation.nodes))
+    if allocation.restarts > 0:
+        words = resumed(words, wanted)
     first = allocation.only(allocation.nodes[:wanted])
-    if args.command != "exec" and (found := errors(examine(args.command, args.words, first, False).findings)):
+    if args.command != "exec" and (found := errors(examine(args.command, words[1:], first, False).findings)):
         text = f"{found[0].key}: {found[0].problem} | do: {found[0].fix}"
         more = f" | and {len(found) - 1} more errors above" if len(found) > 1 else ""
         return Outcome(exit_code(found), Cause.CONFIG, text + more)
     lead_s = slurm.signal_lead_s(args.script)
-    what = program(words, wanted, lead_s=lead_s, is_restart=allocation.restarts > 0)
+    what = program(words, wanted, lead_s=lead_s)
     everywhere = plan(allocation, what, settings=settings, is_dry_run=False)
     nodes = allocation.nodes
     if settings.get("MEGARL_PREFLIGHT", "on") != "off":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -63,11 +64,17 @@ def disk_bytes(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: Mo
 
 def check_resume(config: TrainConfig | SftConfig) -> Iterator[Finding]:
     """Whether the run may start in ``run.dir``, or from the checkpoint that ``run.resume`` names."""
-    resume, latest = config.run.resume, Path(config.run.dir) / "checkpoints" / "latest"
-    if resume == "never" and latest.is_file():
-        problem = f"never, and {latest.parent} holds checkpoints already"
-        yield Finding("configuration", "run.resume", problem, "choose another run.dir, or run.resume=auto to go on")
+    resume, directory = config.run.resume, Path(config.run.dir) / "checkpoints"
     if resume in ("auto", "never"):
+        damage = {path.name: _damage(path) for path in sorted(directory.glob("step_*"))}
+        is_usable = None in damage.values()
+        if resume == "never" and is_usable:
+            problem = f"never, and {directory} holds checkpoints already"
+            yield Finding("configuration", "run.resume", problem, "choose another run.dir, or run.resume=auto to go on")
+        if resume == "auto" and damage and not is_usable:
+            problem = "no checkpoint of this run is complete: " + "; ".join(f"{n}: {why}" for n, why in damage.items())
+            fix = "restore a file, give run.resume=PATH of another checkpoint, or start anew with run.resume=never"
+            yield Finding("checkpoint", "run.resume", problem, fix)
         return
     path = Path(resume)
     if not path.is_dir():
@@ -76,6 +83,20 @@ def check_resume(config: TrainConfig | SftConfig) -> Iterator[Finding]:
     elif not (path / "manifest.json").is_file():
         fix = "give a folder such as RUN/checkpoints/step_000020 that was written to its end"
         yield Finding("checkpoint", "run.resume", f"{path} is no complete checkpoint: it has no manifest.json", fix)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What keeps a directory from being a checkpoint, by manifest and sizes; checksums are left to the run."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        for name, entry in files.items():
+            if (found := (checkpoint / name).stat().st_size) != int(entry["bytes"]):
+                return f"{name} has {found} bytes instead of {entry['bytes']}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(checkpoint)} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read: {type(error).__name__} {error}"
+    return None
 
 
 def check_disk(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> Iterator[Finding]:

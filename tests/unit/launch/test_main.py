@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from megarl.config.load import load_train
 from megarl.errors import SetupError
 from megarl.launch import __main__ as launcher
 from megarl.launch import slurm
 from megarl.launch.slurm import Allocation
 from megarl.launch.verdict import Cause, Outcome
+from megarl.planning.doctor import Diagnosis
+from megarl.planning.storage import check_resume
 from tests.architecture.source import ROOT
+from tests.unit.planning.models import write_checkpoint
 
 SCRIPT = str(ROOT / "scripts/slurm/grpo_tiny.sh")
 
@@ -95,3 +99,33 @@ def test_the_run_gets_the_nodes_it_wants_and_the_pre_flight_all(asked, monkeypat
     seen.clear()
     assert launcher.main(["--script", SCRIPT, "exec", "true"]) == 0
     assert seen == {"run": ("n1",)}
+
+
+@pytest.mark.parametrize("resume", ["never", "gone/checkpoints/step_000001"])
+def test_the_doctor_of_a_restart_judges_what_its_driver_is_given(asked, monkeypatch, tmp_path: Path, resume: str):
+    """The words of the first attempt would be refused: there are checkpoints now, or that one is gone."""
+    write_checkpoint(tmp_path / "run", step=1)
+    given: dict[str, tuple[str, ...]] = {}
+
+    def diagnose(preset: str, overrides: Any, **unused: Any) -> Diagnosis:
+        given["doctor"] = tuple(overrides)
+        config = load_train(preset, overrides).config
+        return Diagnosis(preset, list(check_resume(config)))
+
+    def run(plan: Any, environment: Any) -> Outcome:
+        given["driver"] = tuple(plan.driver)
+        return Outcome(0, Cause.DONE, "finished")
+
+    monkeypatch.setattr(launcher, "diagnose", diagnose)
+    monkeypatch.setattr(launcher.ray_cluster, "run", run)
+    monkeypatch.setattr(slurm, "address", lambda node: "127.0.0.1")
+    monkeypatch.setenv("MEGARL_PREFLIGHT", "off")
+    monkeypatch.setenv("MEGARL_LOG_DIR", str(tmp_path))
+    words = ["train", "grpo_tiny", f"run.dir={tmp_path / 'run'}", f"run.resume={resume}"]
+    assert launcher.main(["--script", SCRIPT, *words]) == 0
+    assert given["doctor"][-1] == "run.resume=auto" and "run.resume=auto" in given["driver"]
+    assert given["driver"].index("run.resume=auto") > given["driver"].index(f"run.resume={resume}")
+    job = Allocation(4711, "grpo_tiny", ("n1", "n2"), cpus=2, gpus=0)
+    monkeypatch.setattr(slurm, "from_environment", lambda variables: job)
+    given.clear()
+    assert launcher.main(["--script", SCRIPT, *words]) in (2, 8) and "driver" not in given

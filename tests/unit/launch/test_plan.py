@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.load import load_sft, load_train
 from megarl.errors import ConfigError, SetupError
-from megarl.launch.__main__ import main, program
+from megarl.launch.__main__ import main, program, resumed
 from megarl.launch.plan import CLUSTER_SETTINGS, Plan, Program, plan
 from megarl.launch.slurm import Allocation, from_script, signal_lead_s
 from tests.architecture.source import ROOT
@@ -155,11 +155,15 @@ def test_the_driver_is_told_its_time_before_the_users_keys():
 
 def test_a_requeued_job_goes_on_in_its_run_directory_wherever_it_started_from(tmp_path):
     words = ["train", "grpo_tiny", f"run.dir={tmp_path}", "run.resume=never"]
-    assert program(words, 1, is_restart=True).driver[-1] == "run.resume=never"
+    assert resumed(words, 1) == words
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text('"step_000001"')
-    assert program(words, 1, is_restart=True).driver[-1] == "run.resume=auto"
+    assert resumed(words, 1) == [*words, "run.resume=auto"]
+    assert program(resumed(words, 1), 1).driver[-1] == "run.resume=auto"
     assert program(words, 1).driver[-1] == "run.resume=never"
+    wrong = [*words, "run.stepz=1"]
+    assert resumed(wrong, 1) == wrong
+    assert resumed(["exec", "true"], 1) == ["exec", "true"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

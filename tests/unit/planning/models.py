@@ -60,3 +60,15 @@ def write_tokenizer(directory: Path, *, vocab_size: int, template: bool = True) 
         settings["chat_template"] = "{{ messages }}"
     (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def write_checkpoint(run: Path, *, step: int) -> Path:
+    """A checkpoint of one file with its manifest in a run directory, which ``latest`` names."""
+    name = f"step_{step:06d}"
+    directory = run / "checkpoints" / name
+    directory.mkdir(parents=True)
+    (directory / "state.json").write_text("{}", encoding="utf-8")
+    manifest = {"files": {"state.json": {"bytes": 2}}, "contents": {}}
+    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (directory.parent / "latest").write_text(json.dumps(name), encoding="utf-8")
+    return directory

@@ -17,7 +17,7 @@ from megarl.config.load import load_train
 from megarl.planning.doctor import Diagnosis, Surroundings, diagnose
 from megarl.planning.finding import errors
 from megarl.planning.placement import Nodes, memory_of_slurm
-from tests.unit.planning.models import QWEN2, write_model, write_safetensors, write_tokenizer
+from tests.unit.planning.models import QWEN2, write_checkpoint, write_model, write_safetensors, write_tokenizer
 
 CONFIG = """\
 run: {name: sound, dir: ROOT/run, steps: 10}
@@ -216,7 +216,7 @@ BROKEN = {
     ),
     "a run that may not go on": Broken(
         "run.resume", "holds checkpoints already", "run.resume=auto", ("run.resume=never",),
-        lambda root: (root / "run/checkpoints").mkdir(parents=True) or text("run/checkpoints/latest", '"step_5"')(root),
+        lambda root: write_checkpoint(root / "run", step=5),
     ),
     # data and reward
     "no sources": Broken("data.train", "list of {kind: file, path: ...}", "to a list", ("data.train=prompts.jsonl",)),
