@@ -98,6 +98,7 @@ class WeightPublisher:
         watch: Watch,
         values: ValueCheck | None = None,
     ) -> None:
+        self._actor = actor
         self._watch = watch
         self._turns = turns
         self._values = values
@@ -125,6 +126,8 @@ class WeightPublisher:
             SyncError: the update failed; no engine samples until a later one succeeds.
         """
         self._turns.before_update()
+        # A collective of all ranks, which the session cannot start: it calls only those that send.
+        self._actor.gather_weights()
         if self._values is None:
             report = self._session.publish(version)
             self._turns.to_sampling()

@@ -238,6 +238,11 @@ class TrainWorker:
     # -- the sending end of a weight update (weights/sync.py) ----------------------------------------------------------
 
     @dispatch()
+    def gather_weights(self) -> None:
+        """Make this rank's weights whole, before some of the ranks send them."""
+        self.engine.gather_weights()
+
+    @dispatch()
     def offer(self) -> Offer:
         """What this rank could send."""
         return self._sender.offer()

@@ -127,12 +127,19 @@ class TrainEngine(Protocol):
         """The same loss without an update."""
         ...
 
+    def gather_weights(self) -> None:
+        """Make weights whole that an update has left to the next pass to gather; collective."""
+        ...
+
     def regions(self) -> list[Region]:
         """Where this rank's parameters lie in canonical tensors."""
         ...
 
     def pieces(self) -> Iterator[tuple[Region, Tensor]]:
-        """Those regions with views of the parameters, or of copies into which adapters are merged."""
+        """Those regions with views of the parameters, or of copies into which adapters are merged.
+
+        It is no collective: ``gather_weights`` comes first, on all ranks.
+        """
         ...
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -166,7 +173,7 @@ class TrainEngine(Protocol):
         ...
 
     def offload(self) -> Moved:
-        """Move weights and optimizer state to host memory; gradients are dropped."""
+        """Move weights and optimizer state to host memory; gradients are dropped; collective."""
         ...
 
     def onload(self) -> Moved:

@@ -100,7 +100,8 @@ class WeightSender:
     Args:
         rank: of this process in its role.
         regions: where its parameters lie in canonical tensors.
-        parameters: its parameters by name; asked for anew in every update.
+        parameters: its parameters by name; asked for anew in every update, on ranks that send something only, so that
+            it must not be a collective: weights are whole before the session's update starts.
         device: where they live.
         sharing: how device memory is shown to other processes; None in host memory.
         role: for messages.

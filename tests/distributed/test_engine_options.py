@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.config.schema.train import EngineConfig, LoraConfig, OptimizerConfig
+from megarl.errors import TrainError
 from megarl.observability.metrics import values
 from megarl.parallel.grid import ParallelLayout
 from megarl.platform.device import get_device
@@ -65,6 +66,7 @@ def train_gathering(
         return None if column is None else (column if head == "value" else column["log_probs"]).values
 
     def weights() -> Any:
+        engine.gather_weights()
         return [piece.clone() for _, piece in engine.pieces()]
 
     look(update, passed, update, weights, passed, update)
@@ -73,6 +75,32 @@ def train_gathering(
     engine.load(directory)
     look(weights, passed, update, passed)
     return found
+
+
+def read_alone(rank: Rank) -> Any:
+    """After an update, what reading says before weights are gathered, and what rank 0 reads by itself afterwards."""
+    groups = rank.start(ParallelLayout(dp=2))
+    reduce = {"overlap_grad_reduce": True}
+    with buckets_of(3000):
+        engine, plain = (
+            make_engine(SPEC, groups, optimizer=chosen) for chosen in ({**reduce, "overlap_param_gather": True}, reduce)
+        )
+    batch, minibatches = replica(recorded_batch(SPEC.vocab_size), groups)
+    for one in (engine, plain):
+        one.update_policy(batch, policy_update(), minibatches)
+    with pytest.raises(TrainError, match="gather_weights on all ranks") as refused:
+        engine.parameters()
+    engine.gather_weights()
+    if groups.rank != 0:  # takes part in no collective any more: one of rank 0's would wait for its time-out
+        return str(refused.value), True
+    expected = plain.parameters()
+    return str(refused.value), all(torch.equal(w, expected[name]) for name, w in engine.parameters().items())
+
+
+def test_one_rank_reads_gathered_weights_without_the_others(ranks: RankPool):
+    for number, (message, whole) in enumerate(ranks(2).run(read_alone)):
+        assert f"rank {number}" in message
+        assert whole
 
 
 def told(metrics: Any) -> Any:

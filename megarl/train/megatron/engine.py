@@ -241,12 +241,29 @@ class MegatronEngine:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def parameters(self) -> Mapping[str, Tensor]:
-        """This rank's parameters by Megatron's name, adapters merged into copies of the weights.
+    def gather_weights(self) -> None:
+        """Make the parameters whole where an update has left that to the next pass; else nothing.
 
-        Collective over data-parallel ranks the first time after an update whose weights are not gathered yet.
+        Collective over data-parallel ranks: all ranks call it, before any of them reads ``parameters``.
         """
-        self._require_weights()
+        self._require_onload()
+        if self.optimizer is not None:
+            self.optimizer.gather_weights()
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by Megatron's name, adapters merged into copies of the weights; no collective.
+
+        Raises:
+            TrainError: they are in host memory, or an update has left them on the ranks that computed them; then
+                ``gather_weights`` comes first, on all ranks.
+        """
+        self._require_onload()
+        if self.optimizer is not None and self.optimizer.has_parts_only:
+            raise TrainError(
+                "the weights of the last update are not gathered (optimizer.overlap_param_gather)",
+                where=f"{self.role} rank {self.groups.rank}",
+                fix="call gather_weights on all ranks first",
+            )
         return named_weights(self._modules) if self._adapters is None else self._adapters.merged()
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -272,7 +289,7 @@ class MegatronEngine:
         return names
 
     def pieces(self) -> Iterator[tuple[Region, Tensor]]:
-        """The regions this rank stands for, with views of its parameters."""
+        """The regions this rank stands for, with views of its parameters. Raises what ``parameters`` raises."""
         return pieces(self.regions(), self.parameters())
 
     def _fill_weights(self, params: Mapping[str, Tensor], model_dir: Path | None, seed: int) -> None:
@@ -286,6 +303,7 @@ class MegatronEngine:
 
     def export_hf(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory; collective."""
+        self.gather_weights()
         export.export_hf(
             Path(directory),
             self.spec,
@@ -308,7 +326,7 @@ class MegatronEngine:
         Returns:
             this rank's seconds by part of the save, of those parts that are done.
         """
-        self._require_weights()
+        self.gather_weights()
         if self._save is not None:
             raise TrainError(
                 "a save is under way", where=f"{self.role} rank {self.groups.rank}", fix="finish_save first"
@@ -349,7 +367,7 @@ class MegatronEngine:
 
         ``fresh`` names parts to leave as they are: optimizer, scheduler, rng.
         """
-        self._require_weights()
+        self.gather_weights()
         counters, rng_state = checkpoint.load(
             Path(directory),
             self._modules,
@@ -385,9 +403,9 @@ class MegatronEngine:
         np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
 
     def offload(self) -> Moved:
-        """Move weights and optimizer state to host memory; nothing to do where that is the device."""
+        """Move weights, gathered, and optimizer state to host memory if that is not the device; collective."""
         if not self._offloader.is_offloaded:
-            self._require_weights()
+            self.gather_weights()
         return self._offloader.offload() if self.device.name != "cpu" else Moved()
 
     def onload(self) -> Moved:
@@ -399,12 +417,6 @@ class MegatronEngine:
             raise TrainError(
                 "the weights are in host memory", where=f"{self.role} rank {self.groups.rank}", fix="call onload first"
             )
-
-    def _require_weights(self) -> None:
-        """Whole weights on the device: an update may have left them to the next pass to gather."""
-        self._require_onload()
-        if self.optimizer is not None:
-            self.optimizer.gather_weights()
 
     def state_summary(self) -> StateSummary:
         """Bytes this rank holds on its device."""

@@ -83,7 +83,8 @@ class Optimizer:
         self.num_skipped_in_a_row = 0
         self._tensors = {} if tensors is None else tensors
         self._not_finite: dict[str, int] = {}
-        self._has_parts_only = False
+        self.has_parts_only = False
+        """Whether weights of the last update lie on the ranks that computed them (``overlap_param_gather``)."""
         self.next_learning_rate()  # an impossible schedule fails here, not at the end of a warm-up
         if config.kind == "muon":
             _require_muon()
@@ -134,7 +135,7 @@ class Optimizer:
             if host_optimizer.is_hybrid(part.optimizer):
                 host_optimizer.hand_over_gradients(part.optimizer)
         self.megatron.step_with_ready_grads()
-        self._has_parts_only = self.config.overlap_param_gather
+        self.has_parts_only = self.config.overlap_param_gather
         self.num_updates += 1
         self.num_skipped_in_a_row = 0
         self._not_finite.clear()
@@ -145,10 +146,10 @@ class Optimizer:
 
         Collective over data-parallel ranks (``overlap_param_gather``).
         """
-        if self._has_parts_only:
+        if self.has_parts_only:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-            self._has_parts_only = False
+            self.has_parts_only = False
 
     def _skip(self) -> None:
         self.num_skipped += 1

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load_train
+from megarl.controller.publish import WeightPublisher
 from megarl.controller.roles import device_turns
 from megarl.observability.metrics import Last
 from megarl.train.engine import Moved
+from megarl.weights.sync import SyncReport
 
 
 class Group:
@@ -66,3 +68,21 @@ def test_without_offload_nobody_takes_turns():
     neither.to_sampling()
     neither.to_training()
     assert told == []
+
+
+def test_all_actor_ranks_gather_weights_before_some_send_them(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+
+    def publish(version: int) -> SyncReport:
+        told.append(f"session sends {version}")
+        return SyncReport(version=version, num_bytes=0, seconds=0.0, send_seconds=0.0, load_seconds=0.0)
+
+    session = SimpleNamespace(publish=publish, schedule=None)
+    monkeypatch.setattr("megarl.controller.publish.SyncSession", lambda *_, **__: session)
+    actor = SimpleNamespace(members=[], gather_weights=lambda: told.append("actor gathers"))
+    config = load_train("ppo_7b", ()).config
+    publisher = WeightPublisher(actor, [], config.rollout, config.sync, turns(told), SimpleNamespace())  # type: ignore[arg-type]
+    publisher.publish(7)
+    assert [line for line in told if "engine" not in line] == [
+        "actor gathers", "session sends 7", "actor leaves", "critic leaves",
+    ]  # fmt: skip
