@@ -91,7 +91,7 @@ setup(
         "gpu": GPU,
         "test": TEST,
         "tensorboard": ["tensorboard>=2.20"],
-        "wandb": ["wandb>=0.21"],
+        "wandb": ["wandb>=0.27"],
         "plot": ["matplotlib>=3.9"],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

@@ -29,6 +29,9 @@ ANSWER_S = 20.0
 TELL_S = 3.0
 """How long the controller has to say how the nodes are, while Slurm already ends the job."""
 
+_STATE_FLAGS = "*~#!%$@^-"
+"""What scontrol appends to a node's state: not responding, power saving, maintenance, reboot, planned."""
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -217,7 +220,7 @@ def called_down(nodes: Sequence[str], environment: Mapping[str, str]) -> list[st
     except (OSError, subprocess.TimeoutExpired):
         return []
     states = re.findall(r"NodeName=(\S+).*?\bState=(\S+)", result.stdout)
-    return [name for name, state in states if "DOWN" in state]
+    return [name for name, state in states if "DOWN" in {part.strip(_STATE_FLAGS) for part in state.split("+")}]
 
 
 def unreachable(log: str) -> dict[str, list[str]]:

@@ -105,7 +105,7 @@ class WandbSink:
         timeout_s: longest wait for its server at the start, and for what is not uploaded at the end.
 
     Raises:
-        SetupError: wandb is not installed, or its server does not take the run within the time.
+        SetupError: wandb is not installed or too old, or its server does not take the run within the time.
     """
 
     def __init__(self, project: str, name: str, directory: Path, config: Mapping[str, Any], timeout_s: float) -> None:
@@ -117,8 +117,15 @@ class WandbSink:
                 fix="pip install wandb, or unset logging.wandb_project",
             ) from error
         directory.mkdir(parents=True, exist_ok=True)
-        # Of its own accord it would wait for the last upload for ever.
-        settings = wandb.Settings(init_timeout=timeout_s, finish_timeout=timeout_s)
+        try:
+            # Of its own accord it would wait for the last upload for ever.
+            settings = wandb.Settings(init_timeout=timeout_s, finish_timeout=timeout_s)
+        except (TypeError, ValueError, wandb.Error) as error:
+            raise SetupError(
+                f"wandb {wandb.__version__} does not take a time-out for the end of a run: {error}",
+                where="logging.wandb_project",
+                fix="pip install 'wandb>=0.27', or logging.wandb_project=null",
+            ) from error
         try:
             self._run: Any = wandb.init(
                 project=project,

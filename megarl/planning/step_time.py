@@ -280,8 +280,11 @@ def _pipeline_s(
     each = mine / count
     length = round(work.prompt_tokens + work.response_tokens)
     own = each / layout.cp
-    counts = [len(layout.layers_of_stage(spec.num_layers, stage, 0)) for stage in range(layout.pp)]
-    layers = max(counts) * layout.vpp
+    # Virtual stages of a spelled pipeline may differ in layers.
+    layers = max(
+        sum(len(layout.layers_of_stage(spec.num_layers, stage, chunk)) for chunk in range(layout.vpp))
+        for stage in range(layout.pp)
+    )
     flops = factor * spec.flops_per_token(length) * own / layout.tp * layers / spec.num_layers
     slot = flops / (gpu.peak_flops * MATMUL_SHARE)
     if layout.tp > 1:

@@ -109,3 +109,25 @@ def test_a_controller_that_never_answers_is_named_with_what_it_says(scontrol):
     scontrol(99)
     with pytest.raises(SetupError, match="scontrol show node -o n1 fails: Unable to contact slurm controller"):
         slurm.address("n1")
+
+
+@pytest.mark.parametrize(
+    ("state", "is_down"),
+    [
+        ("DOWN", True),
+        ("DOWN*", True),
+        ("DOWN*+CLOUD", True),
+        ("IDLE+DRAIN+DOWN$", True),
+        ("IDLE*", False),
+        ("IDLE+POWERED_DOWN", False),
+        ("MIXED+CLOUD+POWERING_DOWN%", False),
+        ("ALLOCATED", False),
+    ],
+)
+def test_a_node_is_down_by_its_own_state_not_by_its_power(tmp_path, state, is_down):
+    """A stand-in for scontrol answers as Slurm's would, a line a node."""
+    script = tmp_path / "scontrol"
+    script.write_text(f"#!/bin/sh\necho 'NodeName=n1 Arch=x86_64 State={state} ThreadsPerCore=1'\n")
+    script.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert slurm.called_down(["n1"], environment) == (["n1"] if is_down else [])

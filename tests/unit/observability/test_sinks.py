@@ -114,3 +114,18 @@ def test_a_wandb_that_does_not_answer_is_named_with_what_to_do(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(SetupError, match=r"has timed out after 7\.0 sec.*logging\.wandb_timeout_s"):
         WandbSink("p", "r", tmp_path, {}, 7.0)
+
+
+@pytest.mark.parametrize("refusal", [TypeError, ValueError])
+def test_a_wandb_without_the_time_out_is_named_with_the_version_it_takes(tmp_path, monkeypatch, refusal):
+    """Older ones refuse an unknown setting as an argument, or as pydantic does."""
+
+    def settings(*, init_timeout, **others):
+        raise refusal(f"{', '.join(others)}: extra inputs are not permitted")
+
+    fake = type(sys)("wandb")
+    fake.Error, fake.Settings, fake.__version__ = type("Error", (Exception,), {}), settings, "0.21.0"
+    fake.init = lambda **options: pytest.fail("begun without its settings")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(SetupError, match=r"wandb 0\.21\.0 does not take.*finish_timeout.*wandb>=0\.27"):
+        WandbSink("p", "r", tmp_path, {}, 7.0)

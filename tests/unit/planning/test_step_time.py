@@ -76,6 +76,21 @@ def test_the_pipeline_waits_for_its_ends():
     assert pass_s(SPEC, gpu, WORK, place) == pytest.approx(flat * (16 + 3) / 16)
 
 
+def test_a_stage_has_the_layers_of_all_its_virtual_stages():
+    """Spelled evenly or with the small ones first: 4 layers a stage, and 6 where they are not shared out evenly."""
+    gpu = replace(H100, link_bytes_per_s=1e18, network_bytes_per_s=1e18)
+    spec = replace(SPEC, num_layers=8)
+
+    def seconds(pipeline: str | None) -> float:
+        layout = ParallelLayout(pp=2, dp=4, vpp=2, pipeline=pipeline)
+        return pass_s(spec, gpu, WORK, replace(PLACE, layout=layout))
+
+    even = seconds(None)
+    assert seconds("Ett|tt|tt|ttL") == pytest.approx(even)
+    assert seconds("E|t|tttt|tttL") == pytest.approx(even)
+    assert seconds("Et|t|ttttt|tL") == pytest.approx(even * 6 / 4)
+
+
 def test_recomputing_layers_costs_a_forward_pass():
     gpu = replace(H100, link_bytes_per_s=1e18, network_bytes_per_s=1e18, memory_bytes_per_s=1e18)
     none, full = (update_s(SPEC, gpu, WORK, replace(PLACE, recompute=mode)) for mode in ("none", "full"))
