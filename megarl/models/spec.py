@@ -98,6 +98,12 @@ class LatentAttention:
     rope_head_dim: int
     v_head_dim: int
 
+    @property
+    def split_rows(self) -> dict[str, int]:
+        """What tensor-parallel ranks on CPU share out beside heads, by name; Transformer Engine leaves it whole."""
+        rows = {"rows of the keys' and values' latent": self.kv_lora_rank + self.rope_head_dim}
+        return rows if self.q_lora_rank is None else rows | {"rows of the queries' latent": self.q_lora_rank}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

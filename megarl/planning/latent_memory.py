@@ -1,7 +1,4 @@
-"""What DeepSeek's layers need beyond others: latent attention (``train/megatron/latent.py``), biased routers.
-
-Weights, gradients and optimizer state are counted; what latent attention keeps follows the code and was not measured.
-"""
+"""Activations of a layer with latent attention (``train/megatron/latent.py``): they follow the code, unmeasured."""
 
 from __future__ import annotations
 
@@ -51,11 +48,3 @@ def latent_layer_bytes(
     halves = width * (2 * hidden + latents + values + feed_forward) + _F32 * (4 * hidden + 2 * latents)
     attention = width * (2 * queries + values) if recompute == "selective" else _F32 * 4 * queries
     return halves + attention + others
-
-
-def routing_bytes(spec: ModelSpec, layout: ParallelLayout, stage: int) -> int:
-    """Buffers of routers with a bias that chooses experts: the bias and a counter, float32, on every rank."""
-    if spec.moe is None or not spec.moe.expert_bias:
-        return 0
-    chunks = [layout.layers_of_stage(spec.num_layers, stage, chunk) for chunk in range(layout.vpp)]
-    return sum(spec.has_experts(layer) for chunk in chunks for layer in chunk) * 2 * spec.moe.num_experts * _F32

@@ -31,7 +31,7 @@ def check_model(config: TrainConfig | SftConfig) -> list[Finding]:
 
 def check_specs(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: ModelSpec) -> list[Finding]:
     """The same for specs that have been read; ``critic_spec`` is the policy's where the critic starts from it."""
-    findings = [*_training("actor", config.actor, spec), *_positions(config, spec)]
+    findings = [*_training("actor", config.actor, spec, config.cluster.device), *_positions(config, spec)]
     findings += _overlap(config, {"actor": spec, "critic": critic_spec})
     if isinstance(config, TrainConfig):
         findings += _engine(config.rollout.tp, spec)
@@ -40,7 +40,7 @@ def check_specs(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: M
             expected = f"tokens of the model's vocabulary of {spec.vocab_size}"
             findings.append(_model(key, expected, ", ".join(map(str, strange)), "give ids of the model's tokenizer"))
         if config.critic is not None:
-            findings += _training("critic", config.critic, critic_spec)
+            findings += _training("critic", config.critic, critic_spec, config.cluster.device)
             if critic_spec.vocab_size != spec.vocab_size:
                 expected = f"the policy's vocabulary of {spec.vocab_size}, since the critic reads the policy's tokens"
                 fix = "choose a critic of the policy's family, or remove critic.path to start from the policy"
@@ -59,7 +59,7 @@ def _model(key: str, expected: str, found: object, fix: str) -> Finding:
     return Finding("model", key, f"expected {expected}, found {found}", fix)
 
 
-def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) -> Iterator[Finding]:
+def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec, device: str) -> Iterator[Finding]:
     layout = config.layout
     if spec.not_trained is not None:
         key = "model.path" if role == "actor" else f"{role}.path"
@@ -67,6 +67,8 @@ def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec) ->
         yield _model(key, f"a model that megarl trains, which {spec.not_trained} is not yet", spec.family, fix)
     # Key-value heads are whole on a training rank: Megatron-Core 0.16 refuses anything else.
     sizes = spec.split_rows
+    if spec.mla is not None and device == "cpu":
+        sizes |= spec.mla.split_rows
     allowed = [tp for tp in range(1, spec.num_kv_heads + 1) if all(size % tp == 0 for size in sizes.values())]
     key = f"{role}.layout.tp"
     for what, count in sizes.items():

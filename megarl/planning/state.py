@@ -14,7 +14,6 @@ from megarl.config.schema.train import STATE_BYTES, LoraConfig, OptimizerConfig
 from megarl.models import ModelSpec
 from megarl.parallel.grid import Coordinate, ParallelLayout
 from megarl.planning.adapters import adapter_sizes
-from megarl.planning.latent_memory import routing_bytes
 from megarl.weights.layout import megatron_regions, parameter_shapes
 
 WEIGHT_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4}
@@ -70,7 +69,7 @@ def state_bytes(
         alike, apart = (sizes + head, ()) if dtype == "float32" else (sizes, head)
         buffers += [(alike, width, ranks), (experts, width, layout.expert_dp), (apart, _F32, ranks)]
     buffers = [buffer for buffer in buffers if buffer[0]]
-    routing = routing_bytes(spec, layout, stage)
+    routing = _routing_bytes(spec, layout, stage)
     if not trained:
         return StateBytes(routing + sum(width * sum(members) for members, width, _ in buffers))
     weights, gradients, on_device, on_host = routing + frozen, 0, 0, 0
@@ -99,6 +98,14 @@ def _kept_bytes(settings: OptimizerConfig, width: int, gradient_width: int) -> i
     return settings.moment_bytes + (_F32 if width < _F32 else 0) + gradient
 
 
+def _routing_bytes(spec: ModelSpec, layout: ParallelLayout, stage: int) -> int:
+    """Buffers of routers with a bias that chooses experts: the bias and a counter, float32, on every rank."""
+    if spec.moe is None or not spec.moe.expert_bias:
+        return 0
+    chunks = [layout.layers_of_stage(spec.num_layers, stage, chunk) for chunk in range(layout.vpp)]
+    return sum(spec.has_experts(layer) for chunk in chunks for layer in chunk) * 2 * spec.moe.num_experts * _F32
+
+
 _Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Elements of each parameter: of those outside of experts, of experts, of a value head."""
 
@@ -116,7 +123,7 @@ def _cached_sizes(spec: ModelSpec, layout: ParallelLayout, stage: int, value_hea
     chunks: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(layout.vpp)]
     for name, shape in shapes.items():
         if name.endswith("router.expert_bias"):
-            continue  # no parameter: ``routing_bytes``
+            continue  # no parameter: ``_routing_bytes``
         chunk = int(name.removeprefix("model").partition(".")[0]) if layout.vpp > 1 else 0
         # Experts are reduced over other ranks than the rest (train/megatron/experts.py).
         is_apart = ".mlp.experts." in name

@@ -28,12 +28,6 @@ from megarl.train.megatron.attention import PlannedSequences
 from megarl.train.megatron.norm import RMSNorm
 
 
-def latent_rows(mla: LatentAttention) -> dict[str, int]:
-    """What tensor-parallel ranks share out beside heads, by name; Transformer Engine's layers leave it whole."""
-    rows = {"rows of the keys' and values' latent": mla.kv_lora_rank + mla.rope_head_dim}
-    return rows if mla.q_lora_rank is None else rows | {"rows of the queries' latent": mla.q_lora_rank}
-
-
 def latent_options(spec: ModelSpec, mla: LatentAttention) -> dict[str, Any]:
     """Options of Megatron-Core's MLATransformerConfig beside those of TransformerConfig."""
     options: dict[str, Any] = {

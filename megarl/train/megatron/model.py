@@ -35,7 +35,7 @@ from megarl.platform.packages import megatron_quiet
 from megarl.train.megatron.attention import PlannedSequences
 from megarl.train.megatron.balance import RoutedTokens
 from megarl.train.megatron.experts import EXPERT_BIAS, expert_options, leave_counting_to_us, mark_experts
-from megarl.train.megatron.latent import latent_options, latent_rows
+from megarl.train.megatron.latent import latent_options
 from megarl.train.megatron.layers import decoder_spec
 from megarl.weights.layout import check_divides
 
@@ -120,7 +120,7 @@ def transformer_config(
     _check_rope(spec)
     on_gpu = device.layer_implementation == "transformer_engine"
     if spec.mla is not None and not on_gpu:
-        layout.check_split(latent_rows(spec.mla))
+        layout.check_split(spec.mla.split_rows)
     kind = TransformerConfig if spec.mla is None else MLATransformerConfig
     with megatron_quiet():
         return kind(

@@ -191,3 +191,21 @@ def test_adapters_on_experts_and_in_stages_without_layers_are_listed(tmp_path: P
     assert not errors(check_model(config(model(tmp_path), actor={"layout": layout})))
     (found,) = errors(check_model(config(model(tmp_path), actor={"layout": layout, "lora": {}})))
     assert found.key == "actor.layout.pipeline" and "to train its adapters" in found.problem
+
+
+@pytest.mark.parametrize(("device", "is_refused"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"kv_lora_rank": 33}, "41 rows of the keys' and values' latent"),
+        ({"q_lora_rank": 47}, "47 rows of the queries'"),
+    ],
+)
+def test_ranks_on_cpu_share_out_the_latents(tmp_path: Path, device: str, is_refused: bool, changes, what: str):
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config("deepseek_v3"), **changes}), encoding="utf-8")
+    cluster = {"device": device} | ({"gpus_per_node": 0} if device == "cpu" else {})
+    layout = {"tp": 2, "sequence_parallel": True}
+    sections = {"actor": {"layout": layout}, "critic": {"layout": layout}, "cluster": cluster}
+    found = errors(check_model(config(str(tmp_path), **sections)))
+    assert [finding.key for finding in found] == ["actor.layout.tp", "critic.layout.tp"] * is_refused
+    assert all(what in finding.problem and finding.fix.endswith("to 1") for finding in found)
