@@ -179,6 +179,14 @@ class ModelSpec:
                 return "YaRN with mscale and no mscale_all_dim"
         return None
 
+    @property
+    def not_trained_on_gpu(self) -> str | None:
+        """What of the model the training engine cannot build with Transformer Engine's layers, though with others."""
+        if self.mla is not None and self.mla.q_lora_rank is None:
+            # multi_latent_attention.py of megatron-core 0.19.2 makes their projection one with a norm before it.
+            return "queries without a latent, whose projection Megatron-Core 0.19 fuses with a norm the model has not,"
+        return None
+
     def num_parameters(self, *, value_head: bool = False) -> int:
         """Distinct numbers a checkpoint holds, without vocabulary padding; a tied head counts once."""
         heads = self.hidden_size if value_head else 0 if self.tied_embeddings else self.vocab_size * self.hidden_size

@@ -65,6 +65,11 @@ def _training(role: str, config: ActorConfig | CriticConfig, spec: ModelSpec, de
         key = "model.path" if role == "actor" else f"{role}.path"
         fix = "use another model; `megarl plan sync` and the converters take this one"
         yield _model(key, f"a model that megarl trains, which {spec.not_trained} is not yet", spec.family, fix)
+    if device == "cuda" and spec.not_trained_on_gpu is not None:
+        key = "model.path" if role == "actor" else f"{role}.path"
+        expected = f"a model that megarl trains on GPU, which {spec.not_trained_on_gpu} is not"
+        fix = "use a model whose queries have a latent (DeepSeek-V3's form), or set cluster.device=cpu"
+        yield _model(key, expected, spec.family, fix)
     # Key-value heads are whole on a training rank: Megatron-Core 0.16 refuses anything else.
     sizes = spec.split_rows
     if spec.mla is not None and device == "cpu":

@@ -212,7 +212,7 @@ class MegatronEngine:
 
     def eval_sft(self, batch: Batch) -> Metrics | None:
         """The same loss without an update."""
-        return step.evaluate(self._context("val"), batch, SftObjective())
+        return step.evaluate(self._context("val", is_evaluation=True), batch, SftObjective())
 
     def _update(
         self, batch: Batch, minibatches: Sequence[Sequence[int]], objective: Objective, prefix: str | None = None
@@ -223,15 +223,16 @@ class MegatronEngine:
             return metrics
         return {**metrics, f"{context.prefix}/trainable_parameters": Last(self._adapters.num_trained)}
 
-    def _context(self, prefix: str | None = None) -> step.StepContext:
+    def _context(self, prefix: str | None = None, *, is_evaluation: bool = False) -> step.StepContext:
+        """For an update, which needs the optimizer, or an evaluation; metrics start with the prefix, or the role."""
         self._require_onload()
-        if prefix != "val" and self.optimizer is None:
+        if not is_evaluation and self.optimizer is None:
             raise TrainError("this model has no optimizer", where=f"{self.role} rank {self.groups.rank}")
         return step.StepContext(
             parts=self._parts,
             optimizer=self.optimizer,
             groups=self.groups,
-            cap=self._inference_cap if prefix == "val" else self.config.microbatch_tokens,
+            cap=self._inference_cap if is_evaluation else self.config.microbatch_tokens,
             prefix=self.role if prefix is None else prefix,
         )
 

@@ -115,10 +115,9 @@ def transformer_config(
     """Megatron-Core's configuration of the model in the layout. Raises what ``build_model`` raises."""
     layout.check_split(spec.split_rows)
     check_divides(spec, layout)
-    if spec.not_trained is not None:
-        raise ModelError(f"megarl does not train {spec.not_trained} yet", where=spec.family)
-    _check_rope(spec)
     on_gpu = device.layer_implementation == "transformer_engine"
+    _check_trained(spec, on_gpu=on_gpu)
+    _check_rope(spec)
     if spec.mla is not None and not on_gpu:
         layout.check_split(spec.mla.split_rows)
     kind = TransformerConfig if spec.mla is None else MLATransformerConfig
@@ -178,6 +177,18 @@ def transformer_config(
             deallocate_pipeline_outputs=layout.pp > 1 and (on_gpu or layout.vpp == 1),
             batch_p2p_sync=on_gpu,
             **({} if options is None else options),
+        )
+
+
+def _check_trained(spec: ModelSpec, *, on_gpu: bool) -> None:
+    """What the model asks for is what megarl trains, on such a device."""
+    if spec.not_trained is not None:
+        raise ModelError(f"megarl does not train {spec.not_trained} yet", where=spec.family)
+    if on_gpu and spec.not_trained_on_gpu is not None:
+        raise ModelError(
+            f"megarl does not train {spec.not_trained_on_gpu} on GPU",
+            where=spec.family,
+            fix="train a model whose queries have a latent (DeepSeek-V3's form), or set cluster.device=cpu",
         )
 
 

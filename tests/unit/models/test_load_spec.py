@@ -9,7 +9,7 @@ from megarl import models
 from megarl.errors import ModelError
 from megarl.models import RopeScaling, load_spec, spec_from_config
 from megarl.models.registry import FAMILIES, REFUSED
-from megarl.models.spec import LatentAttention, MixtureOfExperts, YarnScaling
+from megarl.models.spec import LatentAttention, MixtureOfExperts, ModelSpec, YarnScaling
 from megarl.models.tiny import tiny_config
 from tests.unit.weights.awkward import AWKWARD
 
@@ -409,6 +409,10 @@ def test_the_readme_says_which_families_are_held_trained_and_refused():
         if line.startswith("| `")
     ]
     told = {name.strip("` "): row[1:3] for row in rows for name in row[0].split(",")}
-    expected = {family: ["yes", "yes" if spec.not_trained is None else "refused"] for family, spec in AWKWARD.items()}
+
+    def trained(spec: ModelSpec) -> str:
+        return "refused" if spec.not_trained else "on CPU only" if spec.not_trained_on_gpu else "yes"
+
+    expected = {family: ["yes", trained(spec)] for family, spec in AWKWARD.items()}
     assert told == expected | {family: ["refused", "refused"] for family in REFUSED}
     assert AWKWARD.keys() == FAMILIES.keys()

@@ -161,6 +161,16 @@ def test_latent_attention_takes_no_adapters(tmp_path: Path):
     assert problem.key == "actor.lora" and problem.fix == "set actor.lora=null"
 
 
+@pytest.mark.parametrize(("device", "family", "is_refused"), [
+    ("cuda", "deepseek_v2", True), ("cpu", "deepseek_v2", False), ("cuda", "deepseek_v3", False),
+])  # fmt: skip
+def test_queries_without_a_latent_are_refused_on_gpu(tmp_path: Path, device: str, family: str, is_refused: bool):
+    cluster = {"device": device} | ({"gpus_per_node": 0} if device == "cpu" else {})
+    found = errors(check_model(config(tiny_model(tmp_path, family), cluster=cluster)))
+    assert [finding.key for finding in found] == (["model.path"] if is_refused else [])
+    assert all("without a latent" in one.problem and "cluster.device=cpu" in one.fix for one in found)
+
+
 def test_a_router_that_megatron_has_not_is_refused(tmp_path: Path):
     problems = errors(check_model(config(model(tmp_path, **{**EXPERTS, "num_experts_per_tok": 1}))))
     assert any("only chosen expert" in problem.problem for problem in problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,16 @@ def test_a_latent_that_does_not_divide_is_refused() -> None:
     spec = replace(LATENT, mla=replace(LATENT.mla, kv_lora_rank=25))
     with pytest.raises(LayoutError, match="31 rows of the keys' and values' latent do not divide by tp=2"):
         transformer_config(spec, ParallelLayout(tp=2, sequence_parallel=True), device=CPU, dtype=torch.float32)
+
+
+def test_queries_without_a_latent_are_refused_with_transformer_engine() -> None:
+    assert LATENT.mla is not None
+    spec = replace(LATENT, mla=replace(LATENT.mla, q_lora_rank=None))
+    gpu = SimpleNamespace(layer_implementation="transformer_engine")
+    with pytest.raises(ModelError, match="queries without a latent") as refused:
+        transformer_config(spec, ParallelLayout(), device=gpu, dtype=torch.float32)  # type: ignore[arg-type]
+    assert "cluster.device=cpu" in str(refused.value)
+    assert transformer_config(spec, ParallelLayout(), device=CPU, dtype=torch.float32).q_lora_rank is None
 
 
 def test_latent_attention_and_its_router_arrive_in_the_configuration() -> None:
