@@ -107,6 +107,8 @@ def forecast(config: TrainConfig | SftConfig, spec: ModelSpec, critic_spec: Mode
         state = _states(ranks)
         context = {"context": CONTEXT_BYTES} if gpu is not None else {}
         result.phases["update"] = {**state, "actor pass": ranks["actor"].training, **context}
+        if config.data.validation:
+            result.phases["evaluation"] = {**state, "actor pass": ranks["actor"].inference, **context}
     else:
         _phases(result, config, spec, ranks, gpu)
     _host(result, config, {"actor": spec, "critic": critic_spec}, ranks, gpu)
@@ -143,7 +145,11 @@ def _microbatch_tokens(config: TrainConfig | SftConfig, role: str, part: ActorCo
         passed = config.data.prompts_per_step * config.rollout.samples_per_prompt
     cap = engine.microbatch_tokens
     inference_cap = cap if engine.inference_microbatch_tokens is None else engine.inference_microbatch_tokens
-    return min(cap, -(-updated // dp) * longest), min(inference_cap, -(-passed // dp) * longest)
+    training = min(cap, -(-updated // dp) * longest)
+    if isinstance(config, SftConfig) and config.data.validation:
+        # The held-out sequences are evaluated together, however many a step has.
+        return training, inference_cap
+    return training, min(inference_cap, -(-passed // dp) * longest)
 
 
 def _saved_state(config: TrainConfig | SftConfig, role: str, spec: ModelSpec) -> StateBytes:
@@ -306,6 +312,8 @@ def _fix(config: TrainConfig | SftConfig, phase: str) -> str:
         if part.engine.recompute != "full":
             options.append(f"set {role}.engine.recompute=full")
         options.append(f"lower {role}.engine.microbatch_tokens")
+    if phase == "evaluation":
+        options.append(f"lower {role}.engine.inference_microbatch_tokens")
     if phase == "rollout":
         options.append("lower rollout.gpu_memory_utilization")
     options.append(f"raise {role}.layout.tp or {role}.layout.pp")

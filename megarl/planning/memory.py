@@ -102,7 +102,7 @@ def rank_memory(
         stage=stage,
         chunk_tokens=engine.logits_chunk_tokens,
     )
-    return RankMemory(state, training + 2 * copies if trained else 0, inference + copies)
+    return RankMemory(state, max(training + 2 * copies, state.step) if trained else 0, inference + copies)
 
 
 def worst_stage(

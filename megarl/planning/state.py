@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from megarl.config.schema.train import STATE_BYTES, LoraConfig, OptimizerConfig
@@ -25,12 +25,16 @@ _F32 = 4
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """What a rank holds all the time, bytes: on its device, and of the optimizer in host memory."""
+    """What a rank holds all the time, bytes: on its device, and of the optimizer in host memory.
+
+    ``step`` is no part of it: what the optimizer takes on the device while it updates, when no pass runs.
+    """
 
     weights: int
     gradients: int = 0
     optimizer: int = 0
     host: int = 0
+    step: int = field(default=0, compare=False)
 
     @property
     def total(self) -> int:
@@ -72,7 +76,7 @@ def state_bytes(
     routing = _routing_bytes(spec, layout, stage)
     if not trained:
         return StateBytes(routing + sum(width * sum(members) for members, width, _ in buffers))
-    weights, gradients, on_device, on_host = routing + frozen, 0, 0, 0
+    weights, gradients, on_device, on_host, step = routing + frozen, 0, 0, 0, 0
     for members, width, dp in buffers:
         numel = _padded(members, dp) if distributed else sum(members)
         weights += width * numel
@@ -82,20 +86,21 @@ def state_bytes(
         # Padding has no state; with one rank there is no more than the parameters themselves.
         own = min(own, sum(members))
         moved = math.ceil(settings.cpu_offload_fraction * own)
-        on_device += (own - moved) * _kept_bytes(settings, width, gradient_width)
+        on_device += (own - moved) * _kept_bytes(settings, width)
+        if moved and gradient_width < _F32:
+            # Megatron's optimizer that is partly on the host copies gradients of those that are not to float32.
+            step += (own - moved) * _F32
         on_host += moved * (settings.moment_bytes + 2 * _F32)  # the weights that are updated, and their gradients
-    return StateBytes(weights, gradients, on_device, on_host)
+    return StateBytes(weights, gradients, on_device, on_host, step)
 
 
-def _kept_bytes(settings: OptimizerConfig, width: int, gradient_width: int) -> int:
-    """Optimizer state of a parameter on the device, for weights and gradients of these widths."""
+def _kept_bytes(settings: OptimizerConfig, width: int) -> int:
+    """Optimizer state of a parameter on the device, for weights of this width."""
     if settings.precision_aware:
         # Of float32 in bfloat16's bits, the other half is kept; a float32 parameter gets another one all the same.
         remainder = width < _F32 and settings.main_params_dtype == "float32"
         return settings.moment_bytes + (2 if remainder else STATE_BYTES[settings.main_params_dtype])
-    # Megatron's optimizer that is partly on the host keeps float32 gradients of those that are not.
-    gradient = _F32 if settings.cpu_offload_fraction > 0 and gradient_width < _F32 else 0
-    return settings.moment_bytes + (_F32 if width < _F32 else 0) + gradient
+    return settings.moment_bytes + (_F32 if width < _F32 else 0)
 
 
 def _routing_bytes(spec: ModelSpec, layout: ParallelLayout, stage: int) -> int:

@@ -40,6 +40,24 @@ def trained(rank: Rank, layout: ParallelLayout, optimizer: dict[str, Any], head:
     return owned_weights(engine), engine.state_summary().host_bytes
 
 
+def gradients_kept(rank: Rank) -> list[int]:
+    """Bytes of gradients that parameters updated on the device hold after an update, for each optimizer."""
+    groups = rank.start(ParallelLayout())
+    engine = engine_with(groups, {**HALF, "main_grads_dtype": "bfloat16"}, "lm", "bfloat16")
+    update(engine, groups)
+    assert engine.optimizer is not None
+    on_device = [hybrid.gpu_optimizer for hybrid in engine.optimizer.torch_optimizers()]  # type: ignore[attr-defined]
+    return [
+        sum(own.grad.nbytes for group in inner.param_groups for own in group["params"] if own.grad is not None)
+        for inner in on_device
+    ]
+
+
+@pytest.mark.slow
+def test_float32_copies_of_gradients_do_not_outlive_the_update(ranks: RankPool):
+    assert ranks(1).run(gradients_kept) == [[0]]
+
+
 CASES = [
     (ParallelLayout(dp=2), WHOLE, "lm", "float32"),
     pytest.param(ParallelLayout(dp=2), HALF, "lm", "float32", marks=pytest.mark.slow),

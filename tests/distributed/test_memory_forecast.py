@@ -157,6 +157,7 @@ HOST_CASES = [
     (ParallelLayout(), "float32", {"cpu_offload_fraction": 1.0}),
     (ParallelLayout(dp=2), "bfloat16", {"cpu_offload_fraction": 1.0, "main_grads_dtype": "bfloat16"}),
     (ParallelLayout(), "bfloat16", {"cpu_offload_fraction": 0.5}),
+    (ParallelLayout(), "bfloat16", {"cpu_offload_fraction": 0.5, "main_grads_dtype": "bfloat16"}),
 ]
 
 

@@ -96,6 +96,14 @@ def hand_over_gradients(hybrid: Any) -> None:
             parameter.grad = parameter.decoupled_grad
 
 
+def drop_gradients(hybrid: Any) -> None:
+    """Free what it updates on the device from gradients of their own, float32 copies where buffers hold less."""
+    if hybrid.gpu_optimizer is not None:
+        for group in hybrid.gpu_optimizer.param_groups:
+            for own in group["params"]:
+                own.grad = None
+
+
 @torch.no_grad()
 def take_weights(hybrid: Any) -> None:
     """Update from the model's weights as they are now."""

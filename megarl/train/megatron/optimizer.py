@@ -135,6 +135,9 @@ class Optimizer:
             if host_optimizer.is_hybrid(part.optimizer):
                 host_optimizer.hand_over_gradients(part.optimizer)
         self.megatron.step_with_ready_grads()
+        for part in self._parts():
+            if host_optimizer.is_hybrid(part.optimizer):
+                host_optimizer.drop_gradients(part.optimizer)
         self.has_parts_only = self.config.overlap_param_gather
         self.num_updates += 1
         self.num_skipped_in_a_row = 0

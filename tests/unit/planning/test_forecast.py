@@ -83,7 +83,7 @@ def test_moments_and_the_copy_of_a_background_save_follow_the_optimizer():
         ),  # weights and gradients stay; there are float32 ones of both, and moments
         ({"cpu_offload_fraction": 1.0, "main_grads_dtype": "bfloat16"}, 4, 16),
         ({"cpu_offload_fraction": 0.5}, 6 + 12 / 2, 16 / 2),
-        ({"cpu_offload_fraction": 0.5, "main_grads_dtype": "bfloat16"}, 4 + 16 / 2, 16 / 2),
+        ({"cpu_offload_fraction": 0.5, "main_grads_dtype": "bfloat16"}, 4 + 12 / 2, 16 / 2),
         ({"precision_aware": True}, 6 + 2 + 8, 0),  # half of a float32 weight is the bfloat16 one
         ({"precision_aware": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float16"}, 6 + 2 + 4, 0),
         ({"precision_aware": True, "main_params_dtype": "float16", "main_grads_dtype": "bfloat16"}, 4 + 2 + 8, 0),
@@ -191,9 +191,23 @@ def test_an_engines_ranks_cut_every_expert():
     assert not list(check_specs(load_train("grpo_235b_moe").config, spec, spec))
 
 
-def test_fine_tuning_has_one_phase():
-    config, spec = load_sft("sft_tiny").config, known_spec("Qwen2.5-7B")
+def test_fine_tuning_evaluates_where_sequences_are_held_out():
+    spec = known_spec("Qwen2.5-7B")
+    config = load_sft("sft_tiny", ["data.validation=[]", "eval_every_steps=null"]).config
     assert list(forecast(config, spec, spec, None).phases) == ["update"]
+    assert list(forecast(load_sft("sft_tiny").config, spec, spec, None).phases) == ["update", "evaluation"]
+
+
+def test_an_evaluation_is_as_large_as_its_cap_however_few_sequences_a_step_has():
+    spec = known_spec("Qwen2.5-7B")
+
+    def evaluation(*keys: str) -> int:
+        config = load_sft("sft_tiny", ["actor.engine.inference_microbatch_tokens=4096", *keys]).config
+        return forecast(config, spec, spec, H100).phases["evaluation"]["actor pass"]
+
+    few, many = "data.sequences_per_step=2", "data.sequences_per_step=4096"
+    assert evaluation(few) == evaluation(many)
+    assert evaluation(few) < evaluation(few, "actor.engine.inference_microbatch_tokens=16384")
 
 
 @pytest.mark.parametrize(
