@@ -100,14 +100,15 @@ def weights(run: Path) -> dict[str, bytes]:
 def test_a_job_saves_on_usr2_stops_on_usr1_is_requeued_and_ends_with_the_weights_of_an_uninterrupted_run(
     slurm: SlurmCluster, keys: list[str], tmp_path: Path
 ):
-    options = [*keys, "run.steps=60", "checkpoint.keep=9"]
+    # A step takes less than a tenth of a second where nothing else runs, and a signal through Slurm may take seconds.
+    options = [*keys, "run.steps=200", "checkpoint.keep=9"]
     job = Job(slurm, tmp_path, f"run.dir={tmp_path / 'run'}", *options)
     latest = tmp_path / "run" / "checkpoints" / "latest"
-    job.wait_for("step 2/60")
+    job.wait_for("step 2/200")
     slurm.signal(job.id, "USR2")
     slurm.wait_for(latest.is_file, START_S)
     saved = json.loads(latest.read_text())
-    job.wait_for(f"step {int(saved.removeprefix('step_')) + 2}/60")
+    job.wait_for(f"step {int(saved.removeprefix('step_')) + 2}/200")
     slurm.signal(job.id, "USR1")
     job.wait_for("requeued: restart 1 of 10")
     assert "StoppedError: told to stop; it goes on after step " in job.last_line
