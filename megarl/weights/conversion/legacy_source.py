@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 
 from megarl.errors import CheckpointError, LayoutError
@@ -98,7 +99,7 @@ def _legacy_layout(spec: ModelSpec, shards: Mapping[tuple[int, int, int], Legacy
     rows = next(
         (array.shape[0] for name, array in first.arrays.items() if name.endswith("word_embeddings.weight")), None
     )
-    layout = ParallelLayout(tp=tp, pp=pp, vpp=max(1, first.num_chunks), ep=ep, etp=etp, dp=max(1, ep * etp // tp))
+    layout = ParallelLayout(tp=tp, pp=pp, vpp=max(1, first.num_chunks), ep=ep, etp=etp, dp=lcm(tp, ep * etp) // tp)
     if rows is not None:
         layout = replace(layout, vocab_rows_multiple=rows)
     pipeline = arguments.get("pipeline_model_parallel_layout")
