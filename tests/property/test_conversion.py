@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import LayoutError
+from megarl.models.spec import MixtureOfExperts, ModelSpec
+from megarl.parallel.grid import ParallelLayout
 from megarl.weights.checksum import checksum
 from megarl.weights.conversion.dist_target import dist_target
 from megarl.weights.conversion.session import Settings, convert
@@ -69,6 +71,17 @@ def test_a_model_survives_every_format_and_layout(case, naming, grouped, ends):
 @given(**CASES)
 def test_many_models_survive_every_format_and_layout(case, naming, grouped, ends):
     check_all_directions(case, naming, grouped, ends)
+
+
+def test_a_legacy_checkpoint_tells_the_replicas_that_its_experts_need():
+    """Two expert ranks beside three tensor ranks, which do not divide by two; the layer itself is dense."""
+    experts = MixtureOfExperts(num_experts=2, top_k=1, ffn_hidden_size=12, dense_layers=(0,), score="sigmoid")
+    spec = ModelSpec(
+        family="glm4_moe", vocab_size=7, hidden_size=6, ffn_hidden_size=6, num_layers=1, num_heads=6, num_kv_heads=6,
+        head_dim=2, max_position=64, rms_norm_eps=1e-6, rope_theta=1e4, qkv_bias=True, moe=experts,
+    )  # fmt: skip
+    layout = ParallelLayout(tp=3, dp=2, ep=2, etp=1)
+    check_all_directions((spec, layout, False), "te", False, ("legacy", "dist"))
 
 
 def check_all_directions(case, naming, grouped, ends):

@@ -7,9 +7,9 @@ import pytest
 from megarl.config.effect import RULE, SWITCHES
 from megarl.config.load import load_train
 from megarl.errors import ConfigError
+from tests.unit.config.layout_rules import CRITIC
+from tests.unit.config.optimizer_rules import GPU
 
-GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
-CRITIC = ["algorithm.advantage.kind=gae", "+critic.warmup_steps=0"]
 LINEAR = "actor.optimizer.schedule.kind=linear"
 SGD = "actor.optimizer.kind=sgd"
 WEIGHTS = "algorithm.correction.weights=token"

@@ -8,9 +8,8 @@ from megarl.config.load import load_sft, load_train
 from megarl.config.rules import COMMON_RULES, SFT_RULES, TRAIN_RULES
 from megarl.errors import ConfigError
 from tests.unit.config.layout_rules import CRITIC, LAYOUT_CASES
-from tests.unit.config.optimizer_rules import OPTIMIZER_CASES
+from tests.unit.config.optimizer_rules import GPU, OPTIMIZER_CASES
 
-GPU = ["cluster.device=cuda", "cluster.gpus_per_node=8"]
 TP = ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"]
 WEIGHTS = "algorithm.correction.weights=token"
 REJECT = "algorithm.correction.reject=[{statistic: token_k3, upper: 1}]"
